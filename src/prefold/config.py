@@ -1,0 +1,185 @@
+"""Configuration: frozen, composed, resolved once in the engine and sent whole to every worker.
+
+`hf_config.load_model_config` makes a `ModelConfig` from a checkpoint folder; `EngineConfig.resolve`
+fills what the user left open. After that nobody decides a setting a second time, and
+`EngineConfig.digest()` must be equal on all ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import msgspec
+
+DTYPES = {"float32": 4, "bfloat16": 2}
+"""Supported dtypes and their bytes per element."""
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding of `dim` elements, as `rope_parameters` of a Hugging Face config names it.
+
+    `parameters` holds the type's own keys (factor, beta_fast, short_factor, ...) unchanged.
+    `interleaved` pairs elements (2i, 2i+1); otherwise element i is paired with i + dim/2.
+    """
+
+    rope_type: str
+    theta: float
+    dim: int
+    max_position_embeddings: int
+    interleaved: bool
+    parameters: dict = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class MLAConfig:
+    """Dimensions of Multi-head Latent Attention. `q_lora_rank` None: queries come from one projection."""
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+    @property
+    def qk_head_dim(self) -> int:
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def token_dim(self) -> int:
+        """Elements per token in the cache: `kv_c | k_pe`."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """Routed experts.
+
+    `topk_method`: "greedy", "group_limited_greedy" (a group's score is its best expert) or
+    "noaux_tc" (scores plus a correction bias; a group's score is the sum of its two best).
+    """
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    num_shared_experts: int
+    n_group: int
+    topk_group: int
+    scoring_func: str
+    topk_method: str
+    norm_topk_prob: bool
+    routed_scaling_factor: float
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """An MLA decoder, independent of how its checkpoint spells things.
+
+    `moe_layers[i]` says whether layer i routes to experts. `softmax_scale` already contains
+    YaRN's mscale.
+    """
+
+    path: str
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    rms_norm_eps: float
+    qk_norm_eps: float
+    """Epsilon of q_a_layernorm and kv_a_layernorm."""
+    hidden_act: str
+    tie_word_embeddings: bool
+    attention_bias: bool
+    mlp_bias: bool
+    mla: MLAConfig
+    rope: RopeConfig
+    softmax_scale: float
+    moe: MoEConfig | None
+    moe_layers: tuple[bool, ...]
+    dtype: str
+    max_position_embeddings: int
+    eos_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Sizes of the mesh's axes. world = PCP x TP; rank = pcp * TP + tp."""
+
+    tensor_parallel_size: int = 1
+    prefill_context_parallel_size: int = 1
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor_parallel_size * self.prefill_context_parallel_size
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """The paged KV cache of one rank."""
+
+    block_size: int
+    num_blocks: int
+    enable_prefix_caching: bool
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Limits of a step. `max_num_batched_tokens` is what one rank computes: a step holds up to
+    PCP times as many."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+
+@dataclass(frozen=True)
+class RuntimeConfig:
+    """How a rank computes, as against what.
+
+    Attributes:
+        device: "cpu" or "cuda".
+        compute_dtype: activations and matrix multiplications; weights and KV stay in the model's dtype.
+        threads_per_rank: CPU threads of a rank.
+        context_workspace_tokens: context tokens that attention up-projects at a time.
+        transport: "shm" (ranks of one host) or "gloo".
+        collective_timeout_s: a collective that takes longer raises and names itself.
+        min_split_tokens: a prefill shorter than this stays whole on one PCP rank.
+        debug_poison: fill unused KV and reused buffers with NaN (tests).
+    """
+
+    device: str = "cpu"
+    compute_dtype: str = "float32"
+    threads_per_rank: int = 1
+    pin_threads: bool = True
+    context_workspace_tokens: int = 1024
+    transport: str = "shm"
+    collective_timeout_s: float = 300.0
+    min_split_tokens: int = 0
+    debug_poison: bool = False
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Everything a worker needs to know, resolved."""
+
+    model: ModelConfig
+    parallel: ParallelConfig
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    runtime: RuntimeConfig
+    seed: int = 0
+
+    def digest(self) -> str:
+        """Hash that every rank must agree on."""
+        return hashlib.sha256(msgspec.json.encode(asdict(self), order="sorted")).hexdigest()[:16]
+
+
+def checkpoint_folder(model: str) -> Path:
+    """The folder of a checkpoint; ValueError if `model` is none."""
+    folder = Path(model).expanduser()
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{model!r} is no checkpoint folder: {folder / 'config.json'} does not exist")
+    return folder

@@ -1,0 +1,42 @@
+"""Bytes of the KV cache: one home for what scheduler, worker and planner must agree on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class KVSpec:
+    """What one rank stores per token: `kv_c | k_pe`, in every layer it computes.
+
+    Attributes:
+        num_layers: layers on this rank.
+        token_dim: elements per token and layer (kv_lora_rank + qk_rope_head_dim).
+        itemsize: bytes per element.
+        block_size: tokens per block.
+    """
+
+    num_layers: int
+    token_dim: int
+    itemsize: int
+    block_size: int
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.num_layers * self.token_dim * self.itemsize
+
+    @property
+    def bytes_per_block(self) -> int:
+        return self.bytes_per_token * self.block_size
+
+    def num_blocks_in(self, num_bytes: int) -> int:
+        """Whole blocks that fit into `num_bytes`."""
+        return num_bytes // self.bytes_per_block
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that `num_tokens` tokens occupy.
+
+        >>> KVSpec(2, 8, 4, block_size=16).blocks_for(17)
+        2
+        """
+        return -(-num_tokens // self.block_size)

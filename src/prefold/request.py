@@ -1,0 +1,224 @@
+"""What a caller asks for and what comes back.
+
+Names are vLLM's. Nothing here imports torch: the scheduler and the server use these types.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import Enum
+
+import msgspec
+
+GREEDY_EPSILON = 1e-5
+"""A temperature below this is greedy: dividing logits by it would only add rounding."""
+
+MAX_LOGPROBS = 20
+"""Largest `logprobs` / `prompt_logprobs` a request may ask for."""
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the tokens of one request are chosen and when they end.
+
+    Attributes:
+        n: samples per prompt; each is a request of its own that shares the prompt's blocks.
+        temperature: 0 is greedy.
+        top_k: keep the k likeliest tokens; 0 or -1 keeps all.
+        top_p: keep the smallest set of tokens whose probability reaches top_p, in (0, 1].
+        min_p: drop tokens less likely than min_p times the likeliest, in [0, 1].
+        seed: makes this request reproducible alone, whatever shares its batch. None draws from the engine's seed.
+        max_tokens: upper limit on generated tokens; None means "until max_model_len".
+        min_tokens: end-of-sequence and stop tokens are suppressed before that many tokens.
+        stop: strings that end the text; not part of it.
+        stop_token_ids: tokens that end the request, besides the model's end-of-sequence tokens.
+        ignore_eos: go on after an end-of-sequence token.
+        logprobs: return log-probabilities of the sampled token and of that many likeliest ones.
+        prompt_logprobs: the same for every prompt token but the first.
+        presence_penalty, frequency_penalty: subtracted once, or per occurrence, from generated tokens' logits.
+        repetition_penalty: divides positive and multiplies negative logits of prompt and generated tokens.
+        logit_bias: added to the logits of the named token ids.
+        skip_special_tokens: leave special tokens out of the text.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: tuple[str, ...] | list[str] | str = ()
+    stop_token_ids: tuple[int, ...] | list[int] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] | None = None
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        # Frozen structs are normalised in place once, here, so that every reader sees one form.
+        if isinstance(self.stop, str):
+            msgspec.structs.force_setattr(self, "stop", (self.stop,))
+        msgspec.structs.force_setattr(self, "stop", tuple(self.stop))
+        msgspec.structs.force_setattr(self, "stop_token_ids", tuple(self.stop_token_ids))
+        _check_sampling(self)
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < GREEDY_EPSILON
+
+
+def _check_sampling(p: SamplingParams) -> None:
+    """Raise ValueError naming the first parameter that is out of range, its value and the range."""
+    in_range = [
+        ("n", p.n, 1, 128),
+        ("temperature", p.temperature, 0.0, 100.0),
+        ("top_k", p.top_k, -1, 2**31 - 1),
+        ("min_p", p.min_p, 0.0, 1.0),
+        ("min_tokens", p.min_tokens, 0, 2**31 - 1),
+        ("presence_penalty", p.presence_penalty, -2.0, 2.0),
+        ("frequency_penalty", p.frequency_penalty, -2.0, 2.0),
+    ]
+    if p.max_tokens is not None:
+        in_range.append(("max_tokens", p.max_tokens, 1, 2**31 - 1))
+    if p.logprobs is not None:
+        in_range.append(("logprobs", p.logprobs, 0, MAX_LOGPROBS))
+    if p.prompt_logprobs is not None:
+        in_range.append(("prompt_logprobs", p.prompt_logprobs, 0, MAX_LOGPROBS))
+    for name, value, low, high in in_range:
+        # `not (low <= value)` also catches NaN.
+        if not low <= value <= high:
+            raise ValueError(f"{name}={value} is outside [{low}, {high}]")
+    if not 0.0 < p.top_p <= 1.0:
+        raise ValueError(f"top_p={p.top_p} is outside (0, 1]")
+    if not (p.repetition_penalty > 0.0 and math.isfinite(p.repetition_penalty)):
+        raise ValueError(f"repetition_penalty={p.repetition_penalty} must be a finite number above 0")
+    if p.max_tokens is not None and p.min_tokens > p.max_tokens:
+        raise ValueError(f"min_tokens={p.min_tokens} is above max_tokens={p.max_tokens}")
+    if any(not s for s in p.stop):
+        raise ValueError("stop holds an empty string, which would end every text at once")
+    for token_id, bias in (p.logit_bias or {}).items():
+        if token_id < 0 or not math.isfinite(bias):
+            raise ValueError(f"logit_bias[{token_id}]={bias}: token ids start at 0 and biases are finite")
+
+
+class RequestStatus(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED_STOPPED = "stop"
+    FINISHED_LENGTH = "length"
+    FINISHED_ABORTED = "abort"
+    FINISHED_ERROR = "error"
+
+    @property
+    def is_finished(self) -> bool:
+        return self.name.startswith("FINISHED")
+
+
+class Request:
+    """The scheduler's view of one sample of one prompt.
+
+    `num_computed_tokens` counts tokens whose KV is in the cache; tokens are `prompt + output`.
+    A request is in prefill while `num_computed_tokens < num_prefill_tokens`. That is state, not
+    shape: a prefill may have one token left. `num_prefill_tokens` is the prompt's length, and
+    after a preemption also covers the tokens generated before it.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        sampling_params: SamplingParams,
+        max_tokens: int,
+        eos_token_ids: tuple[int, ...] = (),
+        arrival_time: float = 0.0,
+    ) -> None:
+        self.request_id = request_id
+        self.sampling_params = sampling_params
+        self.max_tokens = max_tokens
+        self.eos_token_ids = eos_token_ids
+        self.arrival_time = arrival_time
+        self.status = RequestStatus.WAITING
+        self.stop_reason: int | str | None = None
+        self.num_prompt_tokens = len(prompt_token_ids)
+        self.num_prefill_tokens = len(prompt_token_ids)
+        self.num_computed_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_preemptions = 0
+        self.all_token_ids: list[int] = list(prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.all_token_ids) - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.all_token_ids[self.num_prompt_tokens :]
+
+    @property
+    def is_prefill(self) -> bool:
+        return self.num_computed_tokens < self.num_prefill_tokens
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.request_id!r}, {self.status.value}, prompt={self.num_prompt_tokens}, "
+            f"output={self.num_output_tokens}, computed={self.num_computed_tokens})"
+        )
+
+
+@dataclass
+class Logprob:
+    """Log-probability of a token, its rank (1 is the likeliest) and its text."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass
+class RequestMetrics:
+    """Times in seconds since the request arrived, and counts. None: has not happened."""
+
+    arrival_time: float = 0.0
+    first_scheduled_s: float | None = None
+    ttft_s: float | None = None
+    latency_s: float | None = None
+    tpot_s: float | None = None
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+
+
+@dataclass
+class CompletionOutput:
+    """One sample of a request."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass
+class RequestOutput:
+    """All samples of one prompt. `prompt_logprobs[0]` is None: nothing predicts the first token."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)

@@ -1,0 +1,42 @@
+"""Named buffers that are allocated once and used again in every layer and step.
+
+On CPU a fresh large allocation costs more than the copy into it (page faults), so whatever is as
+large as a batch lives here. A buffer is named after its role ("mlp.gate_up"), not its layer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+
+class Workspace:
+    """A rank's scratch memory. Contents of a buffer are undefined when it is handed out.
+
+    Asking for a name again returns the same memory: the caller must be done with the earlier view.
+    With `poison` every buffer is filled with NaN when handed out, so that a read of stale contents
+    shows in the result.
+    """
+
+    def __init__(self, device: str | torch.device = "cpu", poison: bool = False) -> None:
+        self._device = torch.device(device)
+        self._poison = poison
+        self._flat: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+
+    def get(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous view of `shape`; grows the buffer if it is too small (first steps only)."""
+        numel = math.prod(shape)
+        flat = self._flat.get((name, dtype))
+        if flat is None or flat.numel() < numel:
+            flat = torch.empty(numel, dtype=dtype, device=self._device)
+            self._flat[(name, dtype)] = flat
+        view = flat[:numel].view(*shape)
+        if self._poison and dtype.is_floating_point:
+            view.fill_(float("nan"))
+        return view
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(flat.numel() * flat.element_size() for flat in self._flat.values())
