@@ -127,7 +127,8 @@ class Request:
     `num_computed_tokens` counts tokens whose KV is in the cache; tokens are `prompt + output`.
     A request is in prefill while `num_computed_tokens < num_prefill_tokens`. That is state, not
     shape: a prefill may have one token left. `num_prefill_tokens` is the prompt's length, and
-    after a preemption also covers the tokens generated before it.
+    after a preemption also covers the tokens generated before it. `seed` is the sample's resolved
+    seed; the workers hold the first `num_sent_tokens` tokens.
     """
 
     def __init__(
@@ -138,18 +139,21 @@ class Request:
         max_tokens: int,
         eos_token_ids: tuple[int, ...] = (),
         arrival_time: float = 0.0,
+        seed: int = 0,
     ) -> None:
         self.request_id = request_id
         self.sampling_params = sampling_params
         self.max_tokens = max_tokens
         self.eos_token_ids = eos_token_ids
         self.arrival_time = arrival_time
+        self.seed = seed
         self.status = RequestStatus.WAITING
         self.stop_reason: int | str | None = None
         self.num_prompt_tokens = len(prompt_token_ids)
         self.num_prefill_tokens = len(prompt_token_ids)
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
+        self.num_sent_tokens = 0
         self.num_preemptions = 0
         self.all_token_ids: list[int] = list(prompt_token_ids)
 

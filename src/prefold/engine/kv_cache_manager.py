@@ -1,0 +1,196 @@
+"""Which blocks of the KV cache hold which request's tokens.
+
+One rule keeps the prefix cache honest: **a block can be found only once a step that writes all of it
+has been scheduled completely**. The scheduler first admits and allocates for every request of a
+step, then calls `cache_full_blocks` for each. So:
+
+- a later step may reuse the block: workers run steps in order, the KV is there before it is read;
+- another request of the same step can not: nothing orders a read behind a write inside a step. Two
+  equal prompts admitted in one step compute the prompt twice; the first keeps the hash, the second
+  one's blocks stay anonymous.
+
+Only whole blocks are shared, and a shared block is never written again.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from prefold.engine.block_pool import ROOT_HASH, BlockPool, hash_block
+from prefold.request import Request
+
+_NEVER = sys.maxsize
+
+
+@dataclass
+class PrefixCacheStats:
+    """Tokens of admitted requests that were looked up, and those found. Resumed requests count again."""
+
+    num_requests: int = 0
+    num_query_tokens: int = 0
+    num_hit_tokens: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        return self.num_hit_tokens / self.num_query_tokens if self.num_query_tokens else 0.0
+
+
+@dataclass(slots=True)
+class _Table:
+    """Blocks of one request, in order of position, and the hashes of its full blocks known so far.
+
+    Hashes outlive a preemption. `num_hashed` blocks have been offered to the pool; `next_full` is
+    the number of computed tokens at which the next one can be.
+    """
+
+    next_full: int
+    num_hashed: int = 0
+    block_ids: list[int] = field(default_factory=list)
+    hashes: list[bytes] = field(default_factory=list)
+
+
+class KVCacheManager:
+    """Tables of all requests that hold blocks, over one `BlockPool`.
+
+    Tables are keyed by the Request object: a new request may carry the id of one just aborted,
+    whose blocks are still being written.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
+        self.pool = BlockPool(num_blocks, block_size, enable_prefix_caching)
+        self.block_size = block_size
+        self.prefix_cache_stats = PrefixCacheStats()
+        self._tables: dict[Request, _Table] = {}
+
+    @property
+    def usage(self) -> float:
+        """Referenced share of all blocks, in [0, 1]."""
+        return 1.0 - self.pool.num_free_blocks / self.pool.num_blocks
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that `num_tokens` tokens occupy."""
+        return -(-num_tokens // self.block_size)
+
+    def block_ids(self, request: Request) -> list[int]:
+        """A copy of the request's table."""
+        table = self._tables.get(request)
+        return list(table.block_ids) if table else []
+
+    def find_cached_prefix(self, request: Request) -> list[int]:
+        """Blocks that hold the request's first tokens, as many as are cached without a gap.
+
+        At least one token is left to compute, since the next token is sampled from the last one's
+        logits. A hit that covers every token therefore loses its last block: recomputing a single
+        token into a shared block would write it a second time.
+        A request with `prompt_logprobs` needs logits at every position, so nothing is reused.
+        """
+        if not self.pool.enable_prefix_caching or request.sampling_params.prompt_logprobs is not None:
+            return []
+        max_blocks = (request.num_tokens - 1) // self.block_size
+        table = self._table(request)
+        self._extend_hashes(table, request, max_blocks)
+        block_ids: list[int] = []
+        for block_hash in table.hashes[:max_blocks]:
+            block_id = self.pool.find(block_hash)
+            if block_id is None:
+                break
+            block_ids.append(block_id)
+        return block_ids
+
+    def admit(self, request: Request) -> int | None:
+        """Give a request without blocks its cached prefix and new blocks for all its other tokens.
+
+        Returns the number of tokens that need not be computed, or None, with nothing changed, when
+        the blocks do not suffice. All tokens known so far get their blocks now and not chunk by
+        chunk: a prefill that has begun can not run out of blocks half-way.
+        """
+        prefix = self.find_cached_prefix(request)
+        table = self._table(request)
+        assert not table.block_ids, f"{request} is admitted twice"
+        num_new = self.blocks_for(request.num_tokens) - len(prefix)
+        if num_new > self.pool.num_free_blocks - self.pool.num_free_among(prefix):
+            return None
+        self.pool.touch(prefix)
+        table.block_ids = prefix + self.pool.allocate(num_new)
+        table.num_hashed = len(prefix)
+        table.next_full = (len(prefix) + 1) * self.block_size
+        num_cached_tokens = len(prefix) * self.block_size
+        self.prefix_cache_stats.num_requests += 1
+        self.prefix_cache_stats.num_query_tokens += request.num_tokens
+        self.prefix_cache_stats.num_hit_tokens += num_cached_tokens
+        return num_cached_tokens
+
+    def allocate(self, request: Request, num_tokens: int) -> list[int] | None:
+        """Extend the request's table to `num_tokens` tokens: the new block ids, often none.
+
+        None, with nothing changed, when fewer blocks are free than that takes.
+        """
+        table = self._tables[request]
+        num_new = -(-num_tokens // self.block_size) - len(table.block_ids)
+        if num_new <= 0:
+            return []
+        if num_new > self.pool.num_free_blocks:
+            return None
+        block_ids = self.pool.allocate(num_new)
+        table.block_ids += block_ids
+        return block_ids
+
+    def cache_full_blocks(self, request: Request) -> None:
+        """Make the blocks that `num_computed_tokens` fills findable (see the rule of this module)."""
+        table = self._tables[request]
+        if request.num_computed_tokens < table.next_full or not self.pool.enable_prefix_caching:
+            return
+        num_full = request.num_computed_tokens // self.block_size
+        self._extend_hashes(table, request, num_full)
+        for i in range(table.num_hashed, num_full):
+            self.pool.register(table.block_ids[i], table.hashes[i])
+        table.num_hashed = num_full
+        table.next_full = (num_full + 1) * self.block_size
+
+    def free(self, request: Request) -> None:
+        """Give the request's blocks back, tail first. Its hashes are kept: it may resume."""
+        table = self._tables.get(request)
+        if table is not None:
+            self.pool.free(reversed(table.block_ids))
+            table.block_ids = []
+            table.num_hashed = 0
+
+    def forget(self, request: Request) -> None:
+        """Free the blocks of a request that will not come back."""
+        self.free(request)
+        self._tables.pop(request, None)
+
+    def reset_prefix_cache(self) -> None:
+        """Nothing computed so far is reused. Running requests keep their blocks, but from now on
+        register none: these continue a context from before the reset."""
+        self.pool.reset_prefix_cache()
+        for table in self._tables.values():
+            table.next_full = _NEVER
+
+    def check_integrity(self, requests: Iterable[Request]) -> None:
+        """AssertionError unless exactly `requests` may hold blocks and all counts agree."""
+        allowed = set(requests)
+        strangers = [request for request in self._tables if request not in allowed]
+        assert not strangers, f"tables of requests that are gone: {strangers}"
+        for request, table in self._tables.items():
+            assert len(set(table.block_ids)) == len(table.block_ids), f"{request}: a block occurs twice"
+            capacity = len(table.block_ids) * self.block_size
+            assert request.num_computed_tokens <= capacity, f"{request}: only {capacity} slots"
+            assert table.num_hashed <= len(table.block_ids), f"{request}: hashes without blocks"
+        self.pool.check_integrity(Counter(b for table in self._tables.values() for b in table.block_ids))
+
+    def _table(self, request: Request) -> _Table:
+        table = self._tables.get(request)
+        if table is None:
+            table = self._tables[request] = _Table(next_full=self.block_size)
+        return table
+
+    def _extend_hashes(self, table: _Table, request: Request, num_blocks: int) -> None:
+        """Hash the request's first `num_blocks` blocks, each once in the request's life."""
+        size, tokens = self.block_size, request.all_token_ids
+        for i in range(len(table.hashes), num_blocks):
+            parent = table.hashes[-1] if table.hashes else ROOT_HASH
+            table.hashes.append(hash_block(parent, tokens[i * size : (i + 1) * size]))

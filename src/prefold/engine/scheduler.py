@@ -1,0 +1,330 @@
+"""Who computes how many tokens in the next step.
+
+Continuous batching: every running request gets its tokens first, then waiting ones are admitted in
+order of arrival. There is no prefill or decode phase; a request computes the tokens it has not
+computed yet, as many as the budget leaves.
+
+The life of a request: `add_request` -> waiting -> admitted with blocks -> running -> finished, or
+preempted -> front of the waiting queue. The steps alternate strictly:
+
+    output = scheduler.schedule()
+    result = <workers execute output>
+    for request, new_token_ids in scheduler.update_from_output(output, result): ...
+
+`add_request`, `finish_requests` and `abort_requests` may come at any moment, also between these two.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from prefold.config import CacheConfig, SchedulerConfig
+from prefold.engine.kv_cache_manager import KVCacheManager
+from prefold.request import Request, RequestStatus
+from prefold.step import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
+
+
+class Scheduler:
+    """Decides each step's batch; knows tokens and blocks, nothing of ranks but their number.
+
+    A step computes at most `max_num_batched_tokens * pcp_size` tokens: the limit is per rank, and
+    PCP ranks share the tokens of a step evenly.
+    """
+
+    def __init__(
+        self, scheduler_config: SchedulerConfig, cache_config: CacheConfig, pcp_size: int = 1
+    ) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
+            if getattr(scheduler_config, name) < 1:
+                raise ValueError(f"{name}={getattr(scheduler_config, name)} must be at least 1")
+        self.max_num_seqs = scheduler_config.max_num_seqs
+        self.max_model_len = scheduler_config.max_model_len
+        self.max_num_scheduled_tokens = scheduler_config.max_num_batched_tokens * pcp_size
+        self.kv = KVCacheManager(
+            cache_config.num_blocks, cache_config.block_size, cache_config.enable_prefix_caching
+        )
+        self.requests: dict[str, Request] = {}
+        """Unfinished requests by id."""
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        """In order of admission. Only the last one can be in prefill after a step: it got all that
+        was left of the budget. Hence there are never more running requests than budget."""
+        self._in_flight: list[Request] = []
+        self._in_flight_freed: list[Request] = []
+        """Finished while the workers still write their blocks: freed when the step is over."""
+        self._dropped_ids: list[str] = []
+        """Finished or preempted since the last step: the workers must drop their state."""
+        self._next_step_id = 0
+
+    # ---------------------------------------------------------------- requests
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request. ValueError if it could never be served, with the numbers."""
+        self.check_servable(request.request_id, request.num_prompt_tokens, request.max_tokens)
+        if request.request_id in self.requests:
+            raise ValueError(f"request id {request.request_id!r} is in use")
+        self.requests[request.request_id] = request
+        self.waiting.append(request)
+
+    def check_servable(self, request_id: str, num_prompt_tokens: int, max_tokens: int) -> None:
+        """Raise ValueError unless the request fits the model and, alone, the KV cache."""
+        if num_prompt_tokens < 1:
+            raise ValueError(f"request {request_id!r} has an empty prompt")
+        if max_tokens < 1:
+            raise ValueError(f"request {request_id!r}: max_tokens={max_tokens} must be at least 1")
+        if num_prompt_tokens >= self.max_model_len:
+            raise ValueError(
+                f"request {request_id!r}: the prompt has {num_prompt_tokens} tokens, and with at least "
+                f"one generated token that exceeds max_model_len={self.max_model_len}"
+            )
+        # The last generated token is never fed back, so its KV needs no slot.
+        num_slots = min(num_prompt_tokens + max_tokens, self.max_model_len) - 1
+        needed, pool = self.kv.blocks_for(num_slots), self.kv.pool
+        if needed > pool.num_blocks:
+            raise ValueError(
+                f"request {request_id!r} may need {num_slots} tokens of KV cache ({num_prompt_tokens} "
+                f"prompt tokens, max_tokens={max_tokens}): {needed} blocks of {pool.block_size} tokens, "
+                f"but the cache has {pool.num_blocks}. Raise num_blocks (or kv_cache_memory_bytes), or "
+                f"lower max_tokens"
+            )
+
+    def abort_request(self, request_id: str) -> Request | None:
+        """Abort one request; see `abort_requests`."""
+        aborted = self.abort_requests([request_id])
+        return aborted[0] if aborted else None
+
+    def abort_requests(self, request_ids: Iterable[str]) -> list[Request]:
+        """End requests early, at any moment. Returns those that were alive; unknown ids are ignored."""
+        return self.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
+
+    def finish_requests(
+        self, request_ids: Iterable[str], status: RequestStatus, stop_reason: int | str | None = None
+    ) -> list[Request]:
+        """End requests for a reason the scheduler can not see, such as a stop string.
+
+        If they are part of the step in flight, its output for them will be ignored, and their
+        blocks are not free before that step is over. Returns those that were alive.
+        """
+        assert status.is_finished, status
+        finished: list[Request] = []
+        for request_id in request_ids:
+            request = self.requests.get(request_id)
+            if request is None:
+                continue
+            if request.status is RequestStatus.RUNNING:
+                self.running.remove(request)
+            else:
+                self.waiting.remove(request)
+            self._finish(request, status, stop_reason)
+            finished.append(request)
+        return finished
+
+    def preempt(self, request_id: str) -> bool:
+        """Send a running request back to the front of the queue, between two steps.
+
+        Its blocks are freed and all its tokens, prompt and output, will be computed again, except
+        for what it then finds in the prefix cache. Returns False if it was not running.
+        """
+        assert not self._in_flight, "preempt() between schedule() and update_from_output()"
+        request = self.requests.get(request_id)
+        if request is None or request.status is not RequestStatus.RUNNING:
+            return False
+        self.running.remove(request)
+        self._requeue(request)
+        return True
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.requests)
+
+    def reset_prefix_cache(self) -> None:
+        """Nothing computed until now is reused by a later request."""
+        self.kv.reset_prefix_cache()
+
+    def check_integrity(self) -> None:
+        """AssertionError unless queues, statuses, tables and blocks agree (tests, debugging)."""
+        for request in self.running:
+            assert request.status is RequestStatus.RUNNING, request
+        for request in self.waiting:
+            assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED), request
+            assert request.num_computed_tokens == 0, request
+            assert not self.kv.block_ids(request), request
+        queued = [*self.running, *self.waiting]
+        assert {request.request_id: request for request in queued} == self.requests, "queues and ids differ"
+        assert len(queued) == len(self.requests), "a request is queued twice"
+        assert len(self.running) <= self.max_num_seqs, f"{len(self.running)} requests run"
+        self.kv.check_integrity([*queued, *self._in_flight_freed])
+
+    # ---------------------------------------------------------------- a step
+
+    def schedule(self) -> SchedulerOutput:
+        """The next step. It holds at least one token if a request is unfinished.
+
+        Afterwards `num_computed_tokens` counts this step's tokens as computed.
+        """
+        assert not self._in_flight, "schedule() before the last step's update_from_output()"
+        scheduled: dict[str, int] = {}
+        budget = self.max_num_scheduled_tokens
+        budget, cached, preempted = self._schedule_running(budget, scheduled)
+        # Blocks just taken from a request must not go to one behind it in the queue.
+        new = [] if preempted else self._schedule_waiting(budget, scheduled)
+        self._in_flight = [self.requests[request_id] for request_id in scheduled]
+        for request in self._in_flight:
+            self.kv.cache_full_blocks(request)
+        output = SchedulerOutput(
+            step_id=self._next_step_id,
+            new_requests=new,
+            cached_requests=cached,
+            num_scheduled_tokens=scheduled,
+            finished_request_ids=self._dropped_ids,
+        )
+        self._next_step_id += 1
+        self._dropped_ids = []
+        return output
+
+    def _schedule_running(
+        self, budget: int, scheduled: dict[str, int]
+    ) -> tuple[int, list[CachedRequestData], bool]:
+        """Give running requests their tokens; (budget left, their data, was anyone preempted).
+
+        When blocks run out the most recently admitted request yields: it has none of this step's
+        tokens yet, since requests are served in order of admission.
+        """
+        cached: list[CachedRequestData] = []
+        num_before = len(self.running)
+        i = 0
+        while i < len(self.running) and budget > 0:
+            request = self.running[i]
+            tokens, computed = request.all_token_ids, request.num_computed_tokens
+            num_tokens = min(len(tokens) - computed, budget)
+            new_block_ids = self.kv.allocate(request, computed + num_tokens)
+            if new_block_ids is None:
+                self._requeue(self.running.pop())
+                continue
+            new_token_ids = tokens[request.num_sent_tokens :]
+            cached.append(CachedRequestData(request.request_id, new_token_ids, new_block_ids, computed))
+            scheduled[request.request_id] = num_tokens
+            request.num_sent_tokens = len(tokens)
+            request.num_computed_tokens = computed + num_tokens
+            budget -= num_tokens
+            i += 1
+        return budget, cached, len(self.running) < num_before
+
+    def _schedule_waiting(self, budget: int, scheduled: dict[str, int]) -> list[NewRequestData]:
+        """Admit waiting requests in order, until budget, seats or blocks are used up."""
+        new: list[NewRequestData] = []
+        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
+            request = self.waiting[0]
+            num_cached = self.kv.admit(request)
+            if num_cached is None:
+                break  # nobody overtakes: a long prompt would wait for ever behind short ones
+            self.running.append(self.waiting.popleft())
+            if request.status is RequestStatus.WAITING:
+                request.num_cached_tokens = num_cached
+            request.status = RequestStatus.RUNNING
+            num_tokens = min(request.num_tokens - num_cached, budget)
+            new.append(
+                NewRequestData(
+                    request_id=request.request_id,
+                    token_ids=list(request.all_token_ids),
+                    num_prompt_tokens=request.num_prompt_tokens,
+                    num_prefill_tokens=request.num_prefill_tokens,
+                    num_computed_tokens=num_cached,
+                    block_ids=self.kv.block_ids(request),
+                    sampling_params=request.sampling_params,
+                    seed=request.seed,
+                    eos_token_ids=request.eos_token_ids,
+                )
+            )
+            scheduled[request.request_id] = num_tokens
+            request.num_sent_tokens = request.num_tokens
+            request.num_computed_tokens = num_cached + num_tokens
+            budget -= num_tokens
+        return new
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput
+    ) -> list[tuple[Request, list[int]]]:
+        """Append the sampled tokens and end requests that are done.
+
+        Returns each request that got tokens, in batch order, with those tokens; tokens sampled
+        after the end are cut off. `request.status` says whether and why it has ended. Output for
+        requests that ended during the step is ignored.
+        """
+        assert output.step_id == scheduler_output.step_id == self._next_step_id - 1, "steps are mixed up"
+        events: list[tuple[Request, list[int]]] = []
+        any_finished = False
+        for request in self._in_flight:
+            if request.status is not RequestStatus.RUNNING:
+                continue
+            sampled = output.sampled_token_ids.get(request.request_id)
+            if request.num_computed_tokens < request.num_tokens:
+                assert not sampled, f"{request} was sampled in the middle of its prefill"
+                continue
+            assert sampled, f"no token was sampled for {request}"
+            for i, token_id in enumerate(sampled):
+                request.all_token_ids.append(token_id)
+                status = self._ended(request, token_id)
+                if status is not None:
+                    sampled = sampled[: i + 1]
+                    self._finish(request, status, self._stop_reason(request, token_id, status), over=True)
+                    any_finished = True
+                    break
+            events.append((request, sampled))
+        if any_finished:
+            self.running = [r for r in self.running if r.status is RequestStatus.RUNNING]
+        self._in_flight = []
+        for request in self._in_flight_freed:
+            self.kv.forget(request)
+        self._in_flight_freed = []
+        return events
+
+    # ---------------------------------------------------------------- helpers
+
+    def _ended(self, request: Request, token_id: int) -> RequestStatus | None:
+        """Why the request ends with this token, its latest; None: it goes on."""
+        num_tokens = len(request.all_token_ids)
+        num_output = num_tokens - request.num_prompt_tokens
+        params = request.sampling_params
+        if num_output >= params.min_tokens:
+            if token_id in request.eos_token_ids and not params.ignore_eos:
+                return RequestStatus.FINISHED_STOPPED
+            if token_id in params.stop_token_ids:
+                return RequestStatus.FINISHED_STOPPED
+        if num_output >= request.max_tokens or num_tokens >= self.max_model_len:
+            return RequestStatus.FINISHED_LENGTH
+        return None
+
+    @staticmethod
+    def _stop_reason(request: Request, token_id: int, status: RequestStatus) -> int | None:
+        """The stop token that ended the request; None for the model's own end-of-sequence token."""
+        if status is not RequestStatus.FINISHED_STOPPED:
+            return None
+        is_eos = token_id in request.eos_token_ids and not request.sampling_params.ignore_eos
+        return None if is_eos else token_id
+
+    def _finish(
+        self, request: Request, status: RequestStatus, stop_reason: int | str | None, over: bool = False
+    ) -> None:
+        """Mark a request finished and free its blocks, at once if its step is `over`."""
+        if request.status is RequestStatus.RUNNING:
+            self._dropped_ids.append(request.request_id)
+        request.status = status
+        request.stop_reason = stop_reason
+        del self.requests[request.request_id]
+        if self._in_flight and not over:
+            self._in_flight_freed.append(request)
+        else:
+            self.kv.forget(request)
+
+    def _requeue(self, request: Request) -> None:
+        """Preempt a request just taken out of `running`."""
+        self.kv.free(request)
+        request.status = RequestStatus.PREEMPTED
+        request.num_preemptions += 1
+        request.num_computed_tokens = 0
+        request.num_sent_tokens = 0
+        request.num_prefill_tokens = request.num_tokens
+        self._dropped_ids.append(request.request_id)
+        self.waiting.appendleft(request)
