@@ -1,0 +1,245 @@
+"""Random traffic against the scheduler, judged from the workers' side.
+
+FakeWorker keeps, in place of keys and values, the prefix of tokens that a slot stands for. A block that
+is reused wrongly, freed too early or filled twice then shows as a wrong prefix.
+"""
+
+from dataclasses import dataclass, field
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from prefold.config import CacheConfig, SchedulerConfig
+from prefold.engine.scheduler import Scheduler
+from prefold.request import Request, RequestStatus, SamplingParams
+from prefold.step import ModelRunnerOutput, SchedulerOutput, StepStats
+
+VOCAB = 3  # few tokens: prompts often share prefixes
+EOS = 2
+
+
+def next_token(tokens: list[int], seed: int) -> int:
+    """The model: a fixed function of all tokens so far."""
+    state = seed
+    for token_id in tokens:
+        state = (state * 31 + token_id + 7) % 1009
+    return EOS if state % 11 == 0 else state % 2
+
+
+def expected_output(prompt: list[int], seed: int, max_tokens: int, max_model_len: int) -> list[int]:
+    """What the request generates if nothing ever disturbs it."""
+    tokens = list(prompt)
+    while len(tokens) - len(prompt) < max_tokens and len(tokens) < max_model_len:
+        tokens.append(next_token(tokens, seed))
+        if tokens[-1] == EOS:
+            break
+    return tokens[len(prompt) :]
+
+
+@dataclass
+class HeldRequest:
+    tokens: list[int]
+    num_prefill: int
+    num_computed: int
+    block_ids: list[int]
+    seed: int
+
+
+@dataclass
+class FakeWorker:
+    """Executes steps and asserts what every real worker relies on."""
+
+    block_size: int
+    budget: int
+    held: dict[str, HeldRequest] = field(default_factory=dict)
+    kv: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
+
+    def execute(self, out: SchedulerOutput) -> ModelRunnerOutput:
+        for request_id in out.finished_request_ids:
+            del self.held[request_id]  # KeyError: told twice, or never held
+        self._add(out)
+        self._extend(out)
+        told = [c.request_id for c in out.cached_requests] + [n.request_id for n in out.new_requests]
+        assert list(out.num_scheduled_tokens) == told, "each request of the step once, running ones first"
+        assert sum(out.num_scheduled_tokens.values()) <= self.budget
+        self._check_reads(out)
+        self._write(out)
+        sampled = {}
+        for request_id in out.num_scheduled_tokens:
+            held = self.held[request_id]
+            if held.num_computed == len(held.tokens):
+                sampled[request_id] = [next_token(held.tokens, held.seed)]
+        return ModelRunnerOutput(out.step_id, sampled, {}, {}, StepStats([], []))
+
+    def _add(self, out: SchedulerOutput) -> None:
+        for new in out.new_requests:
+            assert new.request_id not in self.held
+            assert new.num_prompt_tokens <= new.num_prefill_tokens == len(new.token_ids)
+            assert new.num_computed_tokens % self.block_size == 0
+            self.held[new.request_id] = HeldRequest(
+                new.token_ids, new.num_prefill_tokens, new.num_computed_tokens, new.block_ids, new.seed
+            )
+
+    def _extend(self, out: SchedulerOutput) -> None:
+        for cached in out.cached_requests:
+            held = self.held[cached.request_id]
+            assert cached.num_computed_tokens == held.num_computed, "computed twice or left out"
+            held.tokens += cached.new_token_ids
+            held.block_ids += cached.new_block_ids
+            decoding = held.num_computed >= held.num_prefill
+            assert len(cached.new_token_ids) == decoding, "a decode brings one token, a prefill none"
+
+    def _check_reads(self, out: SchedulerOutput) -> None:
+        """All context of the step must be there before the step: none of it is this step's work."""
+        for request_id, num_scheduled in out.num_scheduled_tokens.items():
+            held = self.held[request_id]
+            assert 1 <= num_scheduled <= len(held.tokens) - held.num_computed
+            assert len(held.block_ids) * self.block_size >= held.num_computed + num_scheduled
+            for position in range(held.num_computed):
+                content = self.kv.get(self._slot(held, position))
+                assert content == tuple(held.tokens[: position + 1]), f"{request_id} at {position}: {content}"
+
+    def _write(self, out: SchedulerOutput) -> None:
+        written: dict[int, str] = {}
+        for request_id, num_scheduled in out.num_scheduled_tokens.items():
+            held = self.held[request_id]
+            for position in range(held.num_computed, held.num_computed + num_scheduled):
+                block_id, offset = self._slot(held, position)
+                assert written.setdefault(block_id, request_id) == request_id, f"two write block {block_id}"
+                self.kv[block_id, offset] = tuple(held.tokens[: position + 1])
+            held.num_computed += num_scheduled
+        for request_id, held in self.held.items():
+            for block_id in held.block_ids:
+                assert written.get(block_id, request_id) == request_id, f"{request_id}'s block overwritten"
+
+    def _slot(self, held: HeldRequest, position: int) -> tuple[int, int]:
+        return held.block_ids[position // self.block_size], position % self.block_size
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Arrivals, steps, aborts and preemptions in any order."""
+
+    @initialize(
+        budget=st.sampled_from([1, 2, 7, 16, 33, 72]),
+        pcp=st.sampled_from([1, 2, 3]),
+        seqs=st.integers(1, 6),
+        block_size=st.sampled_from([1, 2, 4]),
+        num_blocks=st.integers(4, 24),
+        max_model_len=st.integers(6, 48),
+        caching=st.sampled_from([True, True, False]),
+    )
+    def start(self, budget, pcp, seqs, block_size, num_blocks, max_model_len, caching):
+        self.scheduler = Scheduler(
+            SchedulerConfig(seqs, budget, max_model_len), CacheConfig(block_size, num_blocks, caching), pcp
+        )
+        self.worker = FakeWorker(block_size, budget * pcp)
+        self.arrived: list[Request] = []
+        self.outputs: dict[Request, list[int]] = {}
+        self.in_flight: tuple[SchedulerOutput, ModelRunnerOutput] | None = None
+
+    def unfinished(self) -> list[str]:
+        return list(self.scheduler.requests)
+
+    @rule(
+        prefix=st.integers(0, 12),
+        own=st.lists(st.integers(0, VOCAB - 2), max_size=9),
+        max_tokens=st.integers(1, 12),
+        prompt_logprobs=st.sampled_from([None, None, None, 0]),
+        again=st.booleans(),
+        data=st.data(),
+    )
+    def arrive(self, prefix, own, max_tokens, prompt_logprobs, again, data):
+        """A prompt with a common prefix, or an earlier request's prompt and output again."""
+        prompt = [i % 3 % 2 for i in range(prefix)] + own
+        if again and self.arrived:
+            prompt = list(data.draw(st.sampled_from(self.arrived)).all_token_ids)
+        params = SamplingParams(prompt_logprobs=prompt_logprobs)
+        name = str(len(self.arrived))
+        request = Request(name, prompt, params, max_tokens, eos_token_ids=(EOS,), seed=len(prompt) % 5)
+        limit = self.scheduler.max_model_len
+        slots = min(len(prompt) + max_tokens, limit) - 1
+        pool = self.scheduler.kv.pool
+        servable = 0 < len(prompt) < limit and slots <= pool.num_blocks * pool.block_size
+        try:
+            self.scheduler.add_request(request)
+        except ValueError:
+            assert not servable
+            return
+        assert servable
+        self.arrived.append(request)
+        self.outputs[request] = []
+
+    @precondition(lambda self: self.in_flight is None)
+    @rule()
+    def schedule(self):
+        waiting = list(self.scheduler.waiting)
+        out = self.scheduler.schedule()
+        assert out.num_scheduled_tokens or not self.unfinished(), "no progress"
+        running = [request.request_id for request in self.scheduler.running]
+        assert list(out.num_scheduled_tokens) == running, "every running request gets its turn"
+        new = [n.request_id for n in out.new_requests]
+        assert new == [request.request_id for request in waiting[: len(new)]], "somebody overtook"
+        self.in_flight = (out, self.worker.execute(out))
+
+    @precondition(lambda self: self.in_flight is not None)
+    @rule()
+    def update(self):
+        assert self.in_flight is not None
+        for request, new_token_ids in self.scheduler.update_from_output(*self.in_flight):
+            self.outputs[request] += new_token_ids
+        self.in_flight = None
+
+    @precondition(lambda self: self.in_flight is None)
+    @rule(steps=st.integers(1, 4))
+    def run(self, steps):
+        for _ in range(steps):
+            self.schedule()
+            self.update()
+
+    @precondition(lambda self: self.unfinished())
+    @rule(data=st.data())
+    def abort(self, data):
+        name = data.draw(st.sampled_from(self.unfinished()))
+        request = self.scheduler.requests[name]
+        assert self.scheduler.abort_requests([name, "unknown"]) == [request]
+
+    @precondition(lambda self: self.in_flight is None and self.scheduler.running)
+    @rule(data=st.data())
+    def preempt(self, data):
+        request = data.draw(st.sampled_from(self.scheduler.running))
+        assert self.scheduler.preempt(request.request_id)
+
+    @rule()
+    def reset_prefix_cache(self):
+        self.scheduler.reset_prefix_cache()
+
+    @invariant()
+    def books_agree(self):
+        self.scheduler.check_integrity()
+
+    def teardown(self):
+        if self.in_flight:
+            self.update()
+        for _ in range(3000):
+            if not self.scheduler.has_unfinished_requests:
+                break
+            self.schedule()
+            self.update()
+        assert not self.scheduler.has_unfinished_requests
+        self.schedule()
+        self.scheduler.check_integrity()
+        assert self.scheduler.kv.pool.num_free_blocks == self.scheduler.kv.pool.num_blocks
+        assert not self.worker.held
+        for request in self.arrived:
+            output = self.outputs[request]
+            prompt = request.all_token_ids[: request.num_prompt_tokens]
+            assert output == request.output_token_ids
+            expected = expected_output(prompt, request.seed, request.max_tokens, self.scheduler.max_model_len)
+            assert output == expected[: len(output)]
+            if request.status is not RequestStatus.FINISHED_ABORTED:
+                assert output == expected
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)
