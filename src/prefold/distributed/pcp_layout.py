@@ -1,0 +1,378 @@
+"""The PCP partition: which rank computes which tokens of a step (balanced DualChunkSwap).
+
+Every rank derives the same partition from the global batch, without communication. A row is a
+range of one request's tokens on one rank: a *virtual request* whose context is all that precedes it.
+
+A request that is split is cut in 2P chunks, and one rank takes chunks j and 2P-1-j (also called
+zigzag or head-tail: under a causal mask late tokens cost more, so each rank gets an early and a
+late chunk). Chunk lengths of a request differ by at most 1. `L mod P` ranks compute one token more
+than the others; over the batch these extra tokens go round-robin over the ranks:
+
+- split requests alone: token sums of any two ranks differ by at most 1;
+- requests that stay whole (decode, short prefills): row counts differ by at most 1, costs
+  (`row_cost`) by at most the largest row's cost. So 1-token rows alone balance to within 1 token;
+- both together: token sums differ by at most max(1, what the whole rows differ by), because the
+  round-robin starts on the ranks where whole rows left the fewest tokens;
+- causal work of one split prompt (N = 0): max/mean <= 1 + P/L. No cut into pairs of chunks whose
+  token sums differ by at most 1 does better when L/P is odd: every rank then has one token
+  without a counterpart at the other end of the prompt.
+
+Pure numpy, closed form: no Python loop over ranks or requests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray = NDArray[np.int64]
+IntOrArray = TypeVar("IntOrArray", int, IntArray)
+
+PAIRS_PER_TOKEN = 4096
+"""Causal pairs that cost as much as the rest of one token's work (see `row_cost`)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Partition:
+    """Rows of all ranks, ordered by (rank, prefill before decode, request, start). No row is empty.
+
+    A rank without rows is normal. Positions are absolute: a row covers positions
+    `[row_start, row_end)` of its request, and its context is `[0, row_start)`. R requests, P ranks.
+
+    Attributes:
+        size: P.
+        num_computed: [R] tokens of each request in the cache before this step.
+        num_scheduled: [R] tokens of each request computed in this step.
+        row_rank, row_request, row_start, row_end: [rows] int64.
+        row_is_prefill: [rows] bool, state handed in by the caller, never derived from a length.
+        row_offsets: [P + 1] rows of rank r are `row_offsets[r]:row_offsets[r + 1]`.
+        num_prefill_tokens, num_decode_tokens: [P] tokens per rank.
+        causal_pairs: [P] (query, key) pairs per rank; the token at position p has p + 1.
+    """
+
+    size: int
+    num_computed: IntArray
+    num_scheduled: IntArray
+    row_rank: IntArray
+    row_request: IntArray
+    row_start: IntArray
+    row_end: IntArray
+    row_is_prefill: NDArray[np.bool_]
+    row_offsets: IntArray
+    num_prefill_tokens: IntArray
+    num_decode_tokens: IntArray
+    causal_pairs: IntArray
+
+    @property
+    def num_tokens(self) -> IntArray:
+        """[P] tokens per rank, prefill and decode."""
+        return self.num_prefill_tokens + self.num_decode_tokens
+
+    @property
+    def row_num_tokens(self) -> IntArray:
+        """[rows] tokens per row."""
+        return self.row_end - self.row_start
+
+    @property
+    def token_offsets(self) -> IntArray:
+        """[P + 1] exclusive sums of `num_tokens`: where each rank begins in the rank-major order."""
+        return _offsets(self.num_tokens)
+
+    def rows_of(self, rank: int) -> slice:
+        """The rows of `rank`, to slice any `row_*` array with."""
+        return slice(int(self.row_offsets[rank]), int(self.row_offsets[rank + 1]))
+
+
+def causal_pairs(start: IntOrArray, end: IntOrArray) -> IntOrArray:
+    """Keys that queries at positions [start, end) see under a causal mask, themselves included.
+
+    >>> causal_pairs(2, 5)  # 3 + 4 + 5
+    12
+    """
+    return (end * (end + 1) - start * (start + 1)) // 2
+
+
+def row_cost(
+    num_tokens: IntOrArray, num_causal_pairs: IntOrArray, pairs_per_token: int = PAIRS_PER_TOKEN
+) -> IntOrArray:
+    """Work of a row in units of one causal pair: `num_tokens * pairs_per_token + num_causal_pairs`.
+
+    The one cost function for placing rows: the partition uses it to choose a rank for a request that
+    stays whole, and whoever predicts a step's time or its imbalance must use it too.
+
+    Arguments are integers or integer arrays of one shape; the result is exact (int64), so that
+    every rank reaches the same order.
+
+    `pairs_per_token` is how many (query, key) pairs of all heads and layers cost as much as everything
+    else that is done for a token (projections, experts): about `2 * active parameters` over
+    `2 * layers * heads * (qk_head_dim + v_head_dim)` FLOPs. It is 2,000 for an MLA model of 150M
+    parameters and 15,000 for one of 671B (37B active). Only ratios of costs matter, and only
+    for rows that stay whole, so the default serves every model.
+
+    >>> row_cost(1, 100_001)  # a decode token after 100,000 others
+    104097
+    >>> row_cost(25, causal_pairs(0, 25))  # about as much as a prefill of 25 tokens
+    102725
+    """
+    return num_tokens * pairs_per_token + num_causal_pairs
+
+
+def partition(
+    num_computed: IntArray,
+    num_scheduled: IntArray,
+    is_prefill: NDArray[np.bool_],
+    size: int,
+    min_split_tokens: int = 0,
+    pairs_per_token: int = PAIRS_PER_TOKEN,
+) -> Partition:
+    """Partition a global batch of R requests over `size` PCP ranks. All ranks must pass equal arguments.
+
+    Args:
+        num_computed: [R] tokens already in the cache (N).
+        num_scheduled: [R] tokens of this step (L), at least 1.
+        is_prefill: [R] the request's class, from its state.
+        size: PCP size (P).
+        min_split_tokens: a prefill with fewer tokens, or with fewer than 2P, goes whole to one rank.
+            Decode requests always do.
+        pairs_per_token: see `row_cost`.
+
+    At P = 1 the rows are the requests themselves. Ten tokens over four ranks; chunk lengths
+    are 2, 2, 1, 1, 1, 1, 1, 1, and rank 3's chunks are neighbours and form one row:
+
+    >>> p = partition(np.array([0]), np.array([10]), np.array([True]), size=4)
+    >>> [(int(r), int(s), int(e)) for r, s, e in zip(p.row_rank, p.row_start, p.row_end)]
+    [(0, 0, 2), (0, 9, 10), (1, 2, 4), (1, 8, 9), (2, 4, 5), (2, 7, 8), (3, 5, 7)]
+    >>> p.num_tokens.tolist(), p.causal_pairs.tolist()
+    ([3, 3, 2, 2], [13, 16, 13, 13])
+    """
+    num_computed, num_scheduled = (np.asarray(a, dtype=np.int64) for a in (num_computed, num_scheduled))
+    is_prefill = np.asarray(is_prefill, dtype=np.bool_)
+    assert num_computed.shape == num_scheduled.shape == is_prefill.shape == (num_computed.size,)
+    assert size >= 1
+    if num_scheduled.size and int(num_scheduled.min()) < 1:
+        raise ValueError(f"num_scheduled={num_scheduled.tolist()}: every request needs at least 1 token")
+    is_split = is_prefill & (num_scheduled >= max(2 * size, min_split_tokens))
+    whole, split = np.flatnonzero(~is_split), np.flatnonzero(is_split)
+
+    whole_start = num_computed[whole]
+    whole_end = whole_start + num_scheduled[whole]
+    whole_tokens = num_scheduled[whole]
+    cost = row_cost(whole_tokens, causal_pairs(whole_start, whole_end), pairs_per_token)
+    whole_rank = _deal(cost, size)
+    # Least loaded first. Tokens before cost, for the bound on token sums.
+    rank_order = np.lexsort((_sum_by(whole_rank, cost, size), _sum_by(whole_rank, whole_tokens, size)))
+
+    bounds = _chunk_bounds(num_scheduled[split], size) + num_computed[split][:, None]
+    pieces = bounds.shape[1] - 1
+    split_rank = _piece_ranks(num_scheduled[split], rank_order, size)
+    return _sorted_rows(
+        size,
+        num_computed,
+        num_scheduled,
+        is_prefill,
+        rank=np.concatenate([whole_rank, split_rank.ravel()]),
+        request=np.concatenate([whole, np.repeat(split, pieces)]),
+        start=np.concatenate([whole_start, bounds[:, :-1].ravel()]),
+        end=np.concatenate([whole_end, bounds[:, 1:].ravel()]),
+    )
+
+
+def _deal(cost: IntArray, size: int) -> IntArray:
+    """Ranks for whole rows: costliest first, in rounds over the ranks and back (snake order).
+
+    A round gives every rank one row, so counts differ by at most 1; the rows of two ranks in a
+    round cost at least as much as any of the next round, so the differences add up to at
+    most the largest cost.
+
+    >>> _deal(np.array([9, 1, 8, 5, 4]), size=2).tolist()
+    [0, 0, 1, 1, 0]
+    """
+    turn, place = np.divmod(np.arange(cost.size), size)
+    ranks = np.empty(cost.size, dtype=np.int64)
+    ranks[np.argsort(-cost, kind="stable")] = np.where(turn % 2 == 0, place, size - 1 - place)
+    return ranks
+
+
+def _chunk_bounds(num_tokens: IntArray, size: int) -> IntArray:
+    """[S] lengths -> [S, 2P] bounds of 2P-1 pieces, relative to the first token.
+
+    Of 2P chunks the two in the middle belong to one rank and are one piece. The `L mod 2P` longer
+    chunks are first the early chunks 0, 1, 2, ..., because an extra token costs least there,
+    then the late ones 2P-1, 2P-2, ...: so the ranks with one token more are those of the
+    chunk pairs j < L mod P.
+
+    >>> _chunk_bounds(np.array([10, 16, 22]), size=4).tolist()
+    [[0, 2, 4, 5, 7, 8, 9, 10], [0, 2, 4, 6, 10, 12, 14, 16], [0, 3, 6, 9, 14, 16, 19, 22]]
+    """
+    base, longer = np.divmod(num_tokens[:, None], 2 * size)
+    edge = np.arange(size)
+    early = edge * base + np.minimum(edge, longer)
+    late = num_tokens[:, None] - edge * base - np.minimum(edge, np.maximum(longer - size, 0))
+    return np.concatenate([early, late[:, ::-1]], axis=1)
+
+
+def _piece_ranks(num_tokens: IntArray, rank_order: IntArray, size: int) -> IntArray:
+    """[S] lengths -> [S, 2P-1] ranks of the pieces.
+
+    Request i has `L mod P` extra tokens: they go to the next ranks of a round-robin that runs
+    through the whole batch in `rank_order`. Which of these ranks gets which chunk pair is free, and so
+    it is among the other ranks: both rotate by i, so that causal work evens out over the batch as well.
+
+    >>> _piece_ranks(np.array([10, 10]), np.arange(4), size=4).tolist()
+    [[0, 1, 2, 3, 2, 1, 0], [3, 2, 1, 0, 1, 2, 3]]
+    """
+    extra = num_tokens[:, None] % size
+    first = np.cumsum(extra, axis=0) - extra
+    pair, turn = np.arange(size), np.arange(num_tokens.size)[:, None]
+    has_extra = pair < extra
+    place = np.where(
+        has_extra,
+        (pair + turn) % np.maximum(extra, 1),
+        extra + (pair - extra + turn) % (size - extra),
+    )
+    pair_ranks = rank_order[(first + place) % size]
+    return np.concatenate([pair_ranks, pair_ranks[:, -2::-1]], axis=1)
+
+
+def _sorted_rows(
+    size: int,
+    num_computed: IntArray,
+    num_scheduled: IntArray,
+    is_prefill: NDArray[np.bool_],
+    rank: IntArray,
+    request: IntArray,
+    start: IntArray,
+    end: IntArray,
+) -> Partition:
+    """Put rows into their final order and count per rank."""
+    num_requests = max(num_computed.size, 1)
+    group = 2 * rank + ~is_prefill[request]
+    # One integer key per row; a rank has at most two rows of a request, and they arrive in order.
+    order = np.argsort(group * num_requests + request, kind="stable")
+    group, request, start, end = group[order], request[order], start[order], end[order]
+    group_offsets = np.searchsorted(group, np.arange(2 * size + 1))
+    tokens = np.diff(_offsets(end - start)[group_offsets]).reshape(size, 2)
+    row_offsets = group_offsets[::2]
+    return Partition(
+        size=size,
+        num_computed=num_computed,
+        num_scheduled=num_scheduled,
+        row_rank=group >> 1,
+        row_request=request,
+        row_start=start,
+        row_end=end,
+        row_is_prefill=(group & 1) == 0,
+        row_offsets=row_offsets,
+        num_prefill_tokens=tokens[:, 0],
+        num_decode_tokens=tokens[:, 1],
+        causal_pairs=np.diff(_offsets(causal_pairs(start, end))[row_offsets]),
+    )
+
+
+def local_token_indices(partition: Partition, rank: int, query_start_loc: IntArray) -> IntArray:
+    """[num_tokens[rank]] where the tokens of `rank`, in the order of its rows, sit in the global batch.
+
+    `query_start_loc` [R + 1] (or [R]): the tokens of request i begin at `query_start_loc[i]`.
+
+    >>> p = partition(np.array([0, 7]), np.array([10, 1]), np.array([True, False]), size=4)
+    >>> [local_token_indices(p, r, np.array([0, 10, 11])).tolist() for r in range(4)]
+    [[5, 6, 10], [0, 1, 9], [2, 3, 8], [4, 7]]
+    """
+    rows = partition.rows_of(rank)
+    return _ranges(_row_global_start(partition, query_start_loc)[rows], partition.row_num_tokens[rows])
+
+
+def token_indices_by_rank(partition: Partition, query_start_loc: IntArray) -> tuple[IntArray, IntArray]:
+    """The same for all ranks: (prefill [P, max prefill tokens], decode [P, max decode tokens]).
+
+    Row r lists the prefill (decode) tokens of rank r in the order that it computes them, then -1.
+    These are the places, in the global batch, of what an all-gather padded to the largest rank
+    brings together.
+
+    >>> p = partition(np.array([0, 7]), np.array([10, 1]), np.array([True, False]), size=4)
+    >>> prefill, decode = token_indices_by_rank(p, np.array([0, 10, 11]))
+    >>> prefill.tolist(), decode.tolist()
+    ([[5, 6, -1], [0, 1, 9], [2, 3, 8], [4, 7, -1]], [[10], [-1], [-1], [-1]])
+    """
+    indices = _ranges(_row_global_start(partition, query_start_loc), partition.row_num_tokens)
+    first_prefill = partition.token_offsets[:-1]
+    first_decode = first_prefill + partition.num_prefill_tokens
+    return (
+        _padded(indices, first_prefill, partition.num_prefill_tokens),
+        _padded(indices, first_decode, partition.num_decode_tokens),
+    )
+
+
+def _padded(values: IntArray, starts: IntArray, counts: IntArray) -> IntArray:
+    """[P, max(counts)]: row r is `values[starts[r]:starts[r] + counts[r]]`, then -1.
+
+    >>> _padded(np.array([5, 6, 7]), np.array([0, 2]), np.array([2, 1])).tolist()
+    [[5, 6], [7, -1]]
+    """
+    place = np.arange(counts.max())
+    # The last place is any valid one: it stands in for all that is out of range.
+    at = np.minimum(starts[:, None] + place, values.size - 1)
+    return np.where(place < counts[:, None], values[at], -1)
+
+
+def locate_tokens(
+    partition: Partition, query_start_loc: IntArray, token_indices: IntArray
+) -> tuple[IntArray, IntArray]:
+    """Inverse of `local_token_indices`: (rank, local index) of tokens of the global batch, any shape.
+
+    >>> p = partition(np.array([0, 7]), np.array([10, 1]), np.array([True, False]), size=4)
+    >>> rank, local_index = locate_tokens(p, np.array([0, 10, 11]), np.array([0, 7, 10]))
+    >>> rank.tolist(), local_index.tolist()
+    ([1, 3, 0], [0, 1, 2])
+    """
+    starts = _row_global_start(partition, query_start_loc)
+    by_start = np.argsort(starts)
+    row = by_start[np.searchsorted(starts[by_start], token_indices, side="right") - 1]
+    rank = partition.row_rank[row]
+    row_local_start = _offsets(partition.row_num_tokens)[row] - partition.token_offsets[rank]
+    return rank, row_local_start + token_indices - starts[row]
+
+
+def owner_of_last_token(partition: Partition) -> tuple[IntArray, IntArray]:
+    """([R] rank, [R] local index on it) of the last token that each request computes in this step.
+
+    >>> p = partition(np.array([0, 7]), np.array([10, 1]), np.array([True, False]), size=4)
+    >>> rank, local_index = owner_of_last_token(p)
+    >>> rank.tolist(), local_index.tolist()
+    ([1, 0], [2, 2])
+    """
+    query_start_loc = _offsets(partition.num_scheduled)
+    return locate_tokens(partition, query_start_loc, query_start_loc[1:] - 1)
+
+
+def _row_global_start(partition: Partition, query_start_loc: IntArray) -> IntArray:
+    """[rows] index in the global batch of each row's first token."""
+    request = partition.row_request
+    return np.asarray(query_start_loc)[request] + partition.row_start - partition.num_computed[request]
+
+
+def _offsets(counts: IntArray) -> IntArray:
+    """[n] counts -> [n + 1] exclusive sums."""
+    offsets = np.zeros(counts.size + 1, dtype=np.int64)
+    np.cumsum(counts, out=offsets[1:])
+    return offsets
+
+
+def _ranges(starts: IntArray, counts: IntArray) -> IntArray:
+    """Concatenation of `start, start + 1, ...` (count of them) over all (start, count).
+
+    >>> _ranges(np.array([7, 0]), np.array([2, 3])).tolist()
+    [7, 8, 0, 1, 2]
+    """
+    offsets = _offsets(counts)
+    return np.repeat(starts - offsets[:-1], counts) + np.arange(offsets[-1])
+
+
+def _sum_by(rank: IntArray, values: IntArray, size: int) -> IntArray:
+    """[size] sums of `values` by rank."""
+    sums = np.zeros(size, dtype=np.int64)
+    np.add.at(sums, rank, values)
+    return sums
