@@ -1,0 +1,211 @@
+"""Reading a GGUF file of Llama type (architectures `llama` and `qwen2`) and its tokenizer."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from prefold.convert.hf_source import default_wavelengths
+from prefold.convert.source import LlamaSpec
+
+TENSOR_NAMES = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+"""GGUF name of a module -> Hugging Face name."""
+
+
+class GGUFSource:
+    """One GGUF file. Quantised tensors are dequantised to float32 one at a time."""
+
+    def __init__(self, path: Path):
+        from gguf import GGUFReader
+
+        self.name = path.name
+        self.path = path
+        try:
+            reader = GGUFReader(path)
+        except ValueError as error:
+            raise ValueError(f"{path} cannot be read as GGUF: {error}") from error
+        self._fields = reader.fields
+        self._tensors = {_hf_name(tensor.name): tensor for tensor in reader.tensors}
+        self.architecture = str(self._field("general.architecture", required=True))
+        self.spec = self._read_spec()
+
+    def _field(self, key: str, default: Any = None, required: bool = False) -> Any:
+        if key not in self._fields:
+            if required:
+                raise ValueError(f"{self.name}: GGUF metadata lacks {key!r}")
+            return default
+        return self._fields[key].contents()
+
+    def tensor_names(self) -> set[str]:
+        return set(self._tensors) - {"rope_freqs.weight"}
+
+    def tensor(self, name: str) -> torch.Tensor:
+        tensor = self._raw(name)
+        spec = self.spec
+        heads = {"q_proj": spec.num_heads, "k_proj": spec.num_kv_heads}.get(name.split(".")[-2])
+        if heads is not None and self.architecture == "llama":
+            tensor = undo_permutation(tensor, heads)
+        return tensor
+
+    def _raw(self, name: str) -> torch.Tensor:
+        from gguf import quants
+
+        stored = self._tensors[name]
+        try:
+            values = quants.dequantize(stored.data, stored.tensor_type)
+        except NotImplementedError as error:
+            raise ValueError(f"{self.name}: {name} has type {stored.tensor_type.name}: {error}") from error
+        return torch.from_numpy(np.array(values))
+
+    def _read_spec(self) -> LlamaSpec:
+        arch = self.architecture
+        if arch not in ("llama", "qwen2"):
+            raise ValueError(f"GGUF architecture {arch!r} cannot be converted (convertible: llama, qwen2)")
+        if self._field(f"{arch}.expert_count", 0):
+            raise ValueError(
+                f"{self.name} is a mixture of experts ({self._field(f'{arch}.expert_count')} experts)"
+            )
+
+        def number(key: str, default: int | None = None) -> Any:
+            return self._field(f"{arch}.{key}", default, required=default is None)
+
+        hidden, heads = number("embedding_length"), number("attention.head_count")
+        head_dim = number("attention.key_length", hidden // heads)
+        max_position = number("context_length")
+        window = number("attention.sliding_window", 0)
+        if 0 < window < max_position:
+            raise ValueError(
+                f"sliding-window attention (window {window}) cannot be expressed in an MLA checkpoint"
+            )
+        return LlamaSpec(
+            num_layers=number("block_count"),
+            hidden_size=hidden,
+            intermediate_size=number("feed_forward_length"),
+            vocab_size=int(self._tensors["model.embed_tokens.weight"].shape[1]),
+            num_heads=heads,
+            num_kv_heads=number("attention.head_count_kv", heads),
+            head_dim=head_dim,
+            # GGUF keeps float32: print it in float32's shortest form to get back 1e-05, not 9.99999974e-06.
+            rms_norm_eps=float(str(np.float32(number("attention.layer_norm_rms_epsilon")))),
+            max_position_embeddings=max_position,
+            wavelengths=self._wavelengths(head_dim),
+            attention_factor=1.0,
+            hidden_act="silu",
+            tie_word_embeddings="lm_head.weight" not in self._tensors,
+            qkv_bias="model.layers.0.self_attn.q_proj.bias" in self._tensors,
+            o_bias="model.layers.0.self_attn.o_proj.bias" in self._tensors,
+            token_ids=self._token_ids(),
+        )
+
+    def _wavelengths(self, head_dim: int) -> tuple[float, ...]:
+        """[head_dim / 2]; Llama 3's scaling comes as the tensor rope_freqs, which multiplies wavelengths."""
+        arch = self.architecture
+        if self._field(f"{arch}.rope.dimension_count", head_dim) != head_dim:
+            raise ValueError(f"{self.name}: rope covers only a part of head_dim {head_dim}")
+        waves = torch.tensor(default_wavelengths(self._field(f"{arch}.rope.freq_base", 10000.0), head_dim))
+        scaling = self._field(f"{arch}.rope.scaling.type", "none")
+        if scaling == "linear":
+            waves = waves * self._field(f"{arch}.rope.scaling.factor", required=True)
+        elif scaling != "none":
+            raise ValueError(
+                f"{self.name}: rope scaling {scaling!r} cannot be read from GGUF (none, linear can)"
+            )
+        if "rope_freqs.weight" in self._tensors:
+            waves = waves * self._raw("rope_freqs.weight")
+        return tuple(waves.tolist())
+
+    def _token_ids(self) -> dict:
+        keys = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
+        return {key: self._field(f"tokenizer.ggml.{name}_token_id") for key, name in keys.items()}
+
+    def save_extras(self, folder: Path) -> None:
+        ids = {key: value for key, value in self.spec.token_ids.items() if value is not None}
+        (folder / "generation_config.json").write_text(json.dumps(ids, indent=2) + "\n")
+        build_tokenizer(
+            self.path, self._field("tokenizer.ggml.model"), self._field("tokenizer.ggml.pre", "default")
+        ).save_pretrained(folder)
+
+
+def _hf_name(name: str) -> str:
+    """Hugging Face name of a GGUF tensor; an unknown one keeps its name, and `check_names` reports it.
+
+    >>> _hf_name("blk.3.attn_q.weight")
+    'model.layers.3.self_attn.q_proj.weight'
+    """
+    match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
+    if match is None or match[2] not in TENSOR_NAMES:
+        return name
+    prefix = f"model.layers.{match[1]}." if match[1] else ""
+    return f"{prefix}{TENSOR_NAMES[match[2]]}.{match[3]}"
+
+
+def undo_permutation(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Rows of q_proj or k_proj [num_heads * head_dim, ...] from GGUF's order to Hugging Face's.
+
+    llama.cpp rotates neighbours, so its files interleave each head's halves: rows 0, d/2, 1, d/2 + 1, ...
+    """
+    rows = tensor.unflatten(0, (num_heads, -1, 2))
+    return rows.transpose(1, 2).reshape(tensor.shape).contiguous()
+
+
+def build_tokenizer(path: Path, model: str | None, pre: str):
+    """The tokenizer of a GGUF file, split as its `pre` says.
+
+    transformers rebuilds vocabulary, merges and special tokens, but for byte-level BPE it always splits text
+    as GPT-2 does, so the splitting is set here. ValueError for a `pre` we do not know.
+    """
+    from tokenizers import pre_tokenizers
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+    if model == "gpt2":
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+        splits = {
+            "default": byte_level,
+            "gpt-2": byte_level,
+            "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level]),
+            "llama-bpe": _pattern_split(r"\p{N}{1,3}"),
+            "qwen2": _pattern_split(r"\p{N}"),
+        }
+        if pre not in splits:
+            raise ValueError(
+                f"{path.name}: tokenizer.ggml.pre {pre!r} is unknown (known: {', '.join(splits)})"
+            )
+        tokenizer.backend_tokenizer.pre_tokenizer = splits[pre]
+    elif model != "llama":
+        raise ValueError(f"{path.name}: tokenizer.ggml.model {model!r} is unknown (known: gpt2, llama)")
+    return tokenizer
+
+
+def _pattern_split(digits: str):
+    """Pre-tokenizer of Llama 3 and Qwen 2, which differ only in how they cut numbers."""
+    from tokenizers import Regex, pre_tokenizers
+
+    pattern = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|" + digits + r"| ?[^\s\p{L}\p{N}]+[\r\n]*"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
