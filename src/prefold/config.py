@@ -103,6 +103,8 @@ class ModelConfig:
     dtype: str
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...] = ()
+    num_nextn_predict_layers: int = 0
+    """Multi-token-prediction layers that a checkpoint may hold after the last one; not loaded."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Building blocks of models: they own parameters and no KV, and know nothing of the batch."""

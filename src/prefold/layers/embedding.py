@@ -1,0 +1,54 @@
+"""Token embedding and output head, split over the vocabulary.
+
+Every rank holds ceil(vocab / TP) rows; the last ranks' surplus rows are zero and belong to no token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from prefold.layers.linear import Env, matmul
+from prefold.layers.weight import Weight, parameter
+
+
+class VocabParallel(nn.Module):
+    """This rank's rows [ceil(vocab / TP), hidden] of an embedding or head."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, env: Env) -> None:
+        super().__init__()
+        self.vocab_size, self.env = vocab_size, env
+        rows = -(-vocab_size // env.tp.size)
+        self.start = min(env.tp.rank * rows, vocab_size)
+        self.end = min(self.start + rows, vocab_size)
+        self.weight = parameter(rows, hidden_size, dtype=env.weight_dtype, device=env.device)
+        self.weight[self.end - self.start :].zero_()
+
+    def weights(self, prefix: str) -> Iterator[Weight]:
+        shape = (self.vocab_size, self.weight.shape[1])
+        slices = (slice(self.start, self.end), slice(0, shape[1]))
+        yield Weight(f"{prefix}.weight", shape, ((slices, self.weight[: self.end - self.start]),))
+
+    def embed(self, input_ids: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Rows of `input_ids` [n] into out [n, hidden]. Ids must lie in [0, vocab_size)."""
+        local = input_ids - self.start
+        foreign = (local < 0) | (local >= self.end - self.start)
+        local.masked_fill_(foreign, 0)
+        if out.dtype == self.weight.dtype:
+            torch.index_select(self.weight, 0, local, out=out)
+        else:
+            rows = self.env.workspace.get("embedding.rows", out.shape, self.weight.dtype)
+            out.copy_(torch.index_select(self.weight, 0, local, out=rows))
+        out.masked_fill_(foreign[:, None], 0)
+        return self.env.tp.all_reduce(out)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [n, hidden] -> [n, vocab_size] float32, on every rank."""
+        num_tokens, ws = hidden.shape[0], self.env.workspace
+        local = ws.get("logits.local", (num_tokens, self.weight.shape[0]), hidden.dtype)
+        matmul(hidden, self.weight, local, ws)
+        parts = self.env.tp.all_gather(local)  # [TP, n, rows]
+        logits = parts.transpose(0, 1).reshape(num_tokens, -1)
+        return logits[:, : self.vocab_size].float()

@@ -1,0 +1,1 @@
+"""Models: layers joined with attention, one file per family."""

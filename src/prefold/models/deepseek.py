@@ -1,0 +1,196 @@
+"""DeepSeek-V2, DeepSeek-V3 (Kimi-K2, Moonlight) and GLM-4.7-Flash: one decoder with MLA and MoE.
+
+The three differ in configuration only, and `ModelConfig` says all of it. A layer hands its queries
+and its new KV to `ctx.attend`, which knows where the tokens are cached and which rank holds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import nn
+
+from prefold.config import ModelConfig, RuntimeConfig
+from prefold.layers.embedding import VocabParallel
+from prefold.layers.linear import ColumnParallelLinear, Env, GatedMLP, Linear, RowParallelLinear
+from prefold.layers.moe import MoE
+from prefold.layers.norm import RMSNorm
+from prefold.layers.rotary import RotaryEmbedding
+from prefold.layers.weight import Weight, parameter, shard
+
+if TYPE_CHECKING:
+    from prefold.distributed.group import Group
+    from prefold.workspace import Workspace
+
+
+class AttentionContext(Protocol):
+    """Attention of one forward over the paged cache; the model knows no more of it."""
+
+    def attend(self, layer_idx: int, q: torch.Tensor, kv: torch.Tensor, w_kv_b: torch.Tensor) -> torch.Tensor:
+        """Causal attention of the batch's new tokens over their requests' tokens.
+
+        q [T, heads of this rank, qk_head_dim], rotated; kv [T, kv_lora_rank + rope], `kv_c` after its
+        norm | `k_pe` rotated; w_kv_b [heads * (nope + v), kv_lora_rank] as in the checkpoint.
+        Returns [T, heads * v_head_dim].
+        """
+        ...
+
+
+class MLAttention(nn.Module):
+    """Multi-head Latent Attention up to and after `ctx.attend`. Splits heads over TP."""
+
+    def __init__(self, config: ModelConfig, layer_idx: int, rotary: RotaryEmbedding, env: Env) -> None:
+        super().__init__()
+        self.layer_idx, self.rotary, self.env = layer_idx, rotary, env
+        self.mla = mla = config.mla
+        self.num_heads = config.num_heads // env.tp.size
+        hidden, bias = config.hidden_size, config.attention_bias
+        q_size = config.num_heads * mla.qk_head_dim
+        # The two down-projections have the same input and no split: one matrix multiplication.
+        self.q_lora_rank = mla.q_lora_rank or 0
+        self.a_proj = Linear(hidden, self.q_lora_rank + mla.token_dim, bias, "attn.a", env)
+        if mla.q_lora_rank is not None:
+            self.q_a_norm = RMSNorm(mla.q_lora_rank, config.qk_norm_eps, env)
+            self.q_proj = ColumnParallelLinear(mla.q_lora_rank, [q_size], False, "attn.q", env)
+        else:
+            self.q_a_norm = None
+            self.q_proj = ColumnParallelLinear(hidden, [q_size], False, "attn.q", env)
+        self.kv_a_norm = RMSNorm(mla.kv_lora_rank, config.qk_norm_eps, env)
+        kv_rows = self.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+        self.w_kv_b = parameter(kv_rows, mla.kv_lora_rank, dtype=env.weight_dtype, device=env.device)
+        self.o_proj = RowParallelLinear(config.num_heads * mla.v_head_dim, hidden, bias, "attn.o", env)
+
+    def forward(self, x: torch.Tensor, rope_rows: torch.Tensor, ctx: AttentionContext) -> torch.Tensor:
+        """x [T, hidden], normed -> [T, hidden]."""
+        mla, num_tokens = self.mla, x.shape[0]
+        a = self.a_proj(x)
+        q_a, new_kv = a.split([self.q_lora_rank, mla.token_dim], dim=-1)
+        kv = self.env.workspace.get("attn.kv", new_kv.shape, x.dtype)
+        self.kv_a_norm(new_kv[:, : mla.kv_lora_rank], out=kv[:, : mla.kv_lora_rank])
+        k_pe = kv[:, mla.kv_lora_rank :]
+        k_pe.copy_(new_kv[:, mla.kv_lora_rank :])
+        self.rotary.rotate_(k_pe[:, None], rope_rows)
+
+        q = self.q_proj(x if self.q_a_norm is None else self.q_a_norm(q_a, out=q_a))
+        q = q.view(num_tokens, self.num_heads, mla.qk_head_dim)
+        self.rotary.rotate_(q[..., mla.qk_nope_head_dim :], rope_rows)
+        return self.o_proj(ctx.attend(self.layer_idx, q, kv, self.w_kv_b))
+
+    def weights(self, prefix: str) -> Iterator[Weight]:
+        mla, tp = self.mla, self.env.tp
+        a_parts = {f"{prefix}.kv_a_proj_with_mqa": mla.token_dim}
+        if self.q_a_norm is not None:
+            a_parts = {f"{prefix}.q_a_proj": self.q_lora_rank} | a_parts
+            yield from self.q_a_norm.weights(f"{prefix}.q_a_layernorm")
+            yield from self.q_proj.weights(f"{prefix}.q_b_proj")
+        else:
+            yield from self.q_proj.weights(f"{prefix}.q_proj")
+        yield from self.a_proj.weights(a_parts)
+        yield from self.kv_a_norm.weights(f"{prefix}.kv_a_layernorm")
+        yield shard(f"{prefix}.kv_b_proj.weight", self.w_kv_b, 0, tp.rank, tp.size)
+        yield from self.o_proj.weights(f"{prefix}.o_proj")
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP (dense or experts), each behind a norm and added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, layer_idx: int, rotary: RotaryEmbedding, env: Env) -> None:
+        super().__init__()
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.input_norm = RMSNorm(hidden, eps, env)
+        self.attention = MLAttention(config, layer_idx, rotary, env)
+        self.post_attention_norm = RMSNorm(hidden, eps, env)
+        if config.moe_layers[layer_idx]:
+            assert config.moe is not None
+            self.mlp = MoE(hidden, config.moe, config.mlp_bias, env)
+        else:
+            self.mlp = GatedMLP(hidden, config.intermediate_size, config.mlp_bias, env)
+
+    def weights(self, prefix: str, names: Container[str]) -> Iterator[Weight]:
+        yield from self.input_norm.weights(f"{prefix}.input_layernorm")
+        yield from self.attention.weights(f"{prefix}.self_attn")
+        yield from self.post_attention_norm.weights(f"{prefix}.post_attention_layernorm")
+        if isinstance(self.mlp, MoE):
+            yield from self.mlp.weights(f"{prefix}.mlp", names)
+        else:
+            yield from self.mlp.weights(f"{prefix}.mlp")
+
+
+class DeepseekModel(nn.Module):
+    """The decoder of one rank. Parameters are uninitialised until `loader.load_weights`."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tp_group: Group,
+        workspace: Workspace,
+        runtime: RuntimeConfig,
+        max_model_len: int,
+    ) -> None:
+        super().__init__()
+        self.config, self.workspace = config, workspace
+        self.compute_dtype = getattr(torch, runtime.compute_dtype)
+        env = Env(tp_group, workspace, getattr(torch, config.dtype), self.compute_dtype, runtime.device)
+        self.rotary = RotaryEmbedding(config.rope, max_model_len, workspace, runtime.device)
+        self.embedding = VocabParallel(config.vocab_size, config.hidden_size, env)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, i, self.rotary, env) for i in range(config.num_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, env)
+        tied = config.tie_word_embeddings
+        self.head = self.embedding if tied else VocabParallel(config.vocab_size, config.hidden_size, env)
+
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: AttentionContext
+    ) -> torch.Tensor:
+        """input_ids, positions [T] int64 -> hidden states after the final norm [T, hidden].
+
+        T may be 0. The result is a workspace buffer, valid until the next forward. All TP ranks
+        must call this with equal arguments.
+        """
+        shape = (input_ids.shape[0], self.config.hidden_size)
+        residual = self.workspace.get("model.residual", shape, self.compute_dtype)
+        normed = self.workspace.get("model.normed", shape, self.compute_dtype)
+        rope_rows = self.rotary.rows(positions)
+        self.embedding.embed(input_ids, out=residual)
+        delta = None
+        for layer in self.layers:
+            assert isinstance(layer, DecoderLayer)
+            x = _add_norm(layer.input_norm, residual, delta, normed)
+            delta = layer.attention(x, rope_rows, ctx)
+            x = _add_norm(layer.post_attention_norm, residual, delta, normed)
+            delta = layer.mlp(x)
+        return _add_norm(self.norm, residual, delta, normed)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [n, hidden] -> [n, vocab_size] float32 on all TP ranks, which must all call this."""
+        return self.head.logits(hidden)
+
+    def weights(self, names: Container[str]) -> Iterator[Weight]:
+        """Every checkpoint tensor this rank needs; `names` are those the checkpoint has."""
+        yield from self.embedding.weights("model.embed_tokens")
+        for i, layer in enumerate(self.layers):
+            assert isinstance(layer, DecoderLayer)
+            yield from layer.weights(f"model.layers.{i}", names)
+        yield from self.norm.weights("model.norm")
+        if self.head is not self.embedding:
+            yield from self.head.weights("lm_head")
+
+    def ignorable(self, name: str) -> bool:
+        """Whether a tensor of the checkpoint is knowingly left aside."""
+        config = self.config
+        if name == "lm_head.weight":
+            return config.tie_word_embeddings
+        mtp = range(config.num_layers, config.num_layers + config.num_nextn_predict_layers)
+        return name.endswith(".rotary_emb.inv_freq") or any(
+            name.startswith(f"model.layers.{i}.") for i in mtp
+        )
+
+
+def _add_norm(
+    norm: RMSNorm, residual: torch.Tensor, delta: torch.Tensor | None, out: torch.Tensor
+) -> torch.Tensor:
+    """residual += delta, then its norm into `out`."""
+    return norm(residual, out=out) if delta is None else norm(delta, out=out, residual=residual)

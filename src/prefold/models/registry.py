@@ -1,0 +1,35 @@
+"""Which class runs which architecture."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prefold.config import ModelConfig, RuntimeConfig
+from prefold.hf_config import SUPPORTED_ARCHITECTURES
+from prefold.models.deepseek import DeepseekModel
+
+if TYPE_CHECKING:
+    from prefold.distributed.group import Group
+    from prefold.workspace import Workspace
+
+__all__ = ["SUPPORTED_ARCHITECTURES", "build_model"]
+
+
+def build_model(
+    model: ModelConfig,
+    tp_group: Group,
+    workspace: Workspace,
+    runtime: RuntimeConfig,
+    max_model_len: int | None = None,
+) -> DeepseekModel:
+    """This rank's part of a model, weights uninitialised (see `loader.load_weights`).
+
+    `max_model_len` bounds the positions (default: the model's) and settles rope types whose
+    frequencies depend on the length: equal on all ranks.
+    """
+    if model.architecture not in SUPPORTED_ARCHITECTURES:
+        raise ValueError(
+            f"architecture {model.architecture!r} is not supported; supported: "
+            f"{', '.join(SUPPORTED_ARCHITECTURES)}"
+        )
+    return DeepseekModel(model, tp_group, workspace, runtime, max_model_len or model.max_position_embeddings)

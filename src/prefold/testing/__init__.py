@@ -1,0 +1,1 @@
+"""Tools for tests of Prefold and of programs that use it: tiny checkpoints, ranks, oracles."""

@@ -1,0 +1,185 @@
+"""Random checkpoints in Hugging Face format, written through transformers' own classes.
+
+Weights are scaled so that attention, routing and the order of tokens matter: tokens of a greedy
+run vary, experts are used unevenly, and a wrong mask or position shows in the logits.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from prefold.hf_config import SUPPORTED_ARCHITECTURES
+
+BOS, EOS, UNK = "<s>", "</s>", "<unk>"
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n"
+    "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+TINY: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 1.5,
+    "max_position_embeddings": 4096,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "tie_word_embeddings": False,
+}
+"""Configuration of a tiny checkpoint: legal for TP 1, 2, 4 and 8, values narrower than keys."""
+
+_GROUPED = {"n_group": 4, "topk_group": 2}
+
+_TINY_OF: dict[str, dict[str, Any]] = {
+    "DeepseekV2ForCausalLM": {
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 2,
+        "topk_method": "group_limited_greedy",
+        "scoring_func": "softmax",
+        "moe_layer_freq": 1,
+        **_GROUPED,
+    },
+    "DeepseekV3ForCausalLM": {
+        "first_k_dense_replace": 1,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "moe_layer_freq": 1,
+        **_GROUPED,
+    },
+    "Glm4MoeLiteForCausalLM": {"topk_method": "noaux_tc", "n_group": 1, "topk_group": 1},
+}
+
+BENCHMARK: dict[str, Any] = {
+    "vocab_size": 30720,
+    "hidden_size": 1024,
+    "intermediate_size": 768,
+    "moe_intermediate_size": 256,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "q_lora_rank": 512,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "max_position_embeddings": 131072,
+}
+"""DeepSeek-V3 form, 170 million parameters, of which 63 in embedding and head."""
+
+
+def make_checkpoint(
+    architecture: str,
+    folder: str | Path,
+    dtype: str = "float32",
+    seed: int = 0,
+    max_shard_size: str = "200KB",
+    **config_overrides: Any,
+) -> Path:
+    """Write a tiny random checkpoint (config, sharded safetensors, tokenizer) and return its folder.
+
+    `config_overrides` are keys of config.json, over `TINY`. Equal arguments give equal files.
+    ValueError for an architecture that is not supported.
+    """
+    if architecture not in SUPPORTED_ARCHITECTURES:
+        raise ValueError(
+            f"architecture {architecture!r} is not supported; supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
+        )
+    import transformers
+    from transformers.utils import logging
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    model_class = getattr(transformers, architecture)
+    config = model_class.config_class(**(TINY | _TINY_OF[architecture] | config_overrides))
+    # Without storage at first: the classes' own initialisation would take longer than ours.
+    with torch.device("meta"):
+        model = model_class(config)
+    model = model.to(getattr(torch, dtype)).to_empty(device="cpu")
+    model.tie_weights()
+    _fill(model, seed)
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        model.save_pretrained(folder, max_shard_size=max_shard_size)
+    finally:
+        if bars:
+            logging.enable_progress_bar()
+    _write_tokenizer(folder, config.vocab_size)
+    return folder
+
+
+def make_benchmark_checkpoint(folder: str | Path, dtype: str = "bfloat16", **config_overrides: Any) -> Path:
+    """The model that speed is measured with: DeepSeek-V3 form, see `BENCHMARK`."""
+    overrides = BENCHMARK | config_overrides
+    return make_checkpoint("DeepseekV3ForCausalLM", folder, dtype, max_shard_size="100MB", **overrides)
+
+
+@torch.no_grad()
+def _fill(model: torch.nn.Module, seed: int) -> None:
+    """Random values for every tensor that is saved, in the order of their names."""
+    generator = torch.Generator().manual_seed(seed)
+    state = model.state_dict(keep_vars=True)
+    done: set[int] = set()
+    for name, tensor in sorted(state.items()):
+        if tensor.data_ptr() in done or not tensor.is_floating_point():
+            continue
+        done.add(tensor.data_ptr())
+        if name.endswith("norm.weight"):
+            tensor.normal_(1.0, 0.1, generator=generator)
+        elif name.endswith("e_score_correction_bias"):
+            # Published checkpoints keep it in float32.
+            tensor.data = tensor.float().normal_(0.0, 0.2, generator=generator)
+        elif tensor.dim() == 1:
+            tensor.normal_(0.0, 0.2, generator=generator)
+        else:
+            # Rows that keep the size of a normed input, and somewhat more, so that softmaxes are sharp.
+            tensor.normal_(0.0, 1.6 * tensor.shape[-1] ** -0.5, generator=generator)
+
+
+def _write_tokenizer(folder: Path, vocab_size: int) -> None:
+    """A byte-level BPE tokenizer with exactly `vocab_size` tokens and a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokens = [BOS, EOS, UNK, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    pairs = ["th", "in", "er", "an", "re", "on", "at", "en", "ou", "is", "the", "ing", "and", "Ġthe", "Ġand"]
+    known = set(tokens)
+    merges = []
+    for word in pairs:
+        left, right = word[:-1], word[-1]
+        if left not in known:
+            left, right = word[0], word[1:]
+        if left in known and right in known and len(tokens) < vocab_size:
+            merges.append((left, right))
+            tokens.append(word)
+            known.add(word)
+    tokens += [f"<{i}>" for i in range(len(tokens), vocab_size)]
+    vocab = {token: i for i, token in enumerate(tokens[:vocab_size])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token=UNK))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore
+    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, unk_token=UNK, chat_template=CHAT_TEMPLATE
+    )
+    fast.save_pretrained(folder)
