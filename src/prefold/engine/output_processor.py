@@ -245,9 +245,9 @@ class OutputProcessor:
                 sample.cumulative_logprob += logprobs[i].logprobs[0]
             if ends_with_stop_token and i == len(new_token_ids) - 1:
                 continue  # the token that ends a text is no part of it
-            if sample.detokenizer is not None:
-                if sample.text.append(sample.detokenizer.push(token_id), _may_stop(group, sample)):
-                    return True
+            piece = "" if sample.detokenizer is None else sample.detokenizer.push(token_id)
+            if sample.text.append(piece, _may_stop(group, sample)):
+                return True
         return False
 
     def _flush(self, group: _Group, sample: _Sample) -> bool:
