@@ -1,0 +1,69 @@
+"""Floating-point operations of a prefill, counted from the model's dimensions. No torch.
+
+The count is of what the mathematics needs, not of what an implementation does: work that is
+repeated (an up-projection of the same context in several chunks, a padded row) does not count, so
+"achieved FLOP/s" made from it cannot be raised by wasting work.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from prefold.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class PrefillFlops:
+    """FLOPs of one prompt's prefill; a multiply-add is two."""
+
+    matmul: int
+    attention: int
+
+    @property
+    def total(self) -> int:
+        return self.matmul + self.attention
+
+
+def prefill_flops(model: ModelConfig, num_tokens: int, num_computed: int = 0) -> PrefillFlops:
+    """FLOPs to prefill tokens `[num_computed, num_computed + num_tokens)` of one prompt.
+
+    matmul = 2 * num_tokens * (parameters of the matrices that a token meets) + 2 * hidden * vocab.
+    A token meets all projections of attention, the dense MLP or the router, its top_k experts and
+    the shared ones. The head is applied to the last token only.
+
+    attention = 2 * layers * heads * (qk_head_dim + v_head_dim) * (causal pairs): scores and weighted
+    values with the latent up-projected, where the token at position p sees p + 1 keys. Softmax,
+    norms, activations and rotations are left out: they are no matrix multiplications.
+    """
+    layers = range(model.num_layers)
+    per_token = sum(_attention_parameters(model) + _mlp_parameters(model, i) for i in layers)
+    end = num_computed + num_tokens
+    pairs = (end * (end + 1) - num_computed * (num_computed + 1)) // 2
+    per_pair = model.num_layers * model.num_heads * (model.mla.qk_head_dim + model.mla.v_head_dim)
+    return PrefillFlops(
+        matmul=2 * num_tokens * per_token + 2 * model.hidden_size * model.vocab_size,
+        attention=2 * per_pair * pairs,
+    )
+
+
+def _attention_parameters(model: ModelConfig) -> int:
+    """Weights of one layer's projections: q (one or two), kv_a, kv_b, o."""
+    mla, hidden, heads = model.mla, model.hidden_size, model.num_heads
+    q_size = heads * mla.qk_head_dim
+    if mla.q_lora_rank is None:
+        q = hidden * q_size
+    else:
+        q = (hidden + q_size) * mla.q_lora_rank
+    kv_a = hidden * mla.token_dim
+    kv_b = mla.kv_lora_rank * heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+    return q + kv_a + kv_b + heads * mla.v_head_dim * hidden
+
+
+def _mlp_parameters(model: ModelConfig, layer: int) -> int:
+    """Weights that one token meets in a layer's MLP (gate, up, down)."""
+    if not model.moe_layers[layer]:
+        return 3 * model.hidden_size * model.intermediate_size
+    moe = model.moe
+    assert moe is not None
+    experts = 3 * model.hidden_size * moe.intermediate_size * (moe.top_k + moe.num_shared_experts)
+    return experts + model.hidden_size * moe.num_experts
