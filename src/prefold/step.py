@@ -91,3 +91,5 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True):
     logprobs: dict[str, list[TokenLogprobs]]
     prompt_logprobs: dict[str, list[TokenLogprobs]]
     stats: StepStats
+    errors: dict[str, str] = {}
+    """Requests that this step failed, with the reason; the others are not affected."""

@@ -38,7 +38,7 @@ class StepPlan:
         num_tokens: this rank's, prefill and decode.
         gather_tokens: prefill tokens of the fullest rank: the length every rank sends.
         gather_slots: per PCP rank, cache slots of its prefill tokens, [num_tokens of that rank] int64.
-        decode_slots: cache slots of this rank's decode tokens, int64.
+        decode_slots: per PCP rank, cache slots of its decode tokens, int64.
     """
 
     prefill: tuple[RequestWork, ...]
@@ -47,7 +47,7 @@ class StepPlan:
     num_tokens: int
     gather_tokens: int
     gather_slots: tuple[torch.Tensor, ...]
-    decode_slots: torch.Tensor
+    decode_slots: tuple[torch.Tensor, ...]
 
 
 class ContextParallelAttention:
@@ -96,7 +96,9 @@ class ContextParallelAttention:
         gather = None
         if plan.gather_tokens > 0:
             gather = self._pcp_group.start_all_gather(new_kv[: plan.gather_tokens])
-        slots.index_copy_(0, plan.decode_slots, new_kv[plan.num_prefill_tokens : plan.num_tokens])
+        slots.index_copy_(
+            0, plan.decode_slots[self._pcp_group.rank], new_kv[plan.num_prefill_tokens : plan.num_tokens]
+        )
 
         projection = KVProjection(self._mla, w_kv_b, self._compute_dtype, self._workspace)
         walker = Walker(self._backend, self._workspace, cache, new_kv, self._scale, self._tile_tokens)

@@ -67,7 +67,7 @@ class KVProjection:
         """Attended latents to values: [n, num_heads, kv_lora_rank] -> out [n, num_heads * v]."""
         latent = attended.transpose(0, 1).to(self._weight.dtype)
         values = torch.bmm(latent, self._w_uv.transpose(1, 2))
-        out.view(out.shape[0], self._num_heads, -1).copy_(values.transpose(0, 1))
+        out.view(-1, self._num_heads, self.mla.v_head_dim).copy_(values.transpose(0, 1))
 
     def latent_keys_values(self, latent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[n, token_dim] -> k and v, both [n, 1, token_dim] float32: the values are the latent's head."""
@@ -100,4 +100,4 @@ class KVProjection:
             kv_c = self._workspace.get("mla.kv_c", kv_c.shape, self._dtype).copy_(kv_c)
         out = self._workspace.get("mla.kv_b", (kv_c.shape[0], self._weight.shape[0]), self._dtype)
         torch.mm(kv_c, self._converted.t(), out=out)
-        return out.view(kv_c.shape[0], self._num_heads, -1)
+        return out.view(-1, self._num_heads, self.mla.qk_nope_head_dim + self.mla.v_head_dim)

@@ -1,0 +1,192 @@
+"""What a user may set, and how the rest is decided: `EngineArgs` -> `EngineConfig`, once."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from prefold.config import (
+    DTYPES,
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    RuntimeConfig,
+    SchedulerConfig,
+)
+from prefold.hardware import available_cores, available_memory, fast_bfloat16
+from prefold.hf_config import check_parallel, load_model_config
+from prefold.kv_spec import KVSpec
+
+logger = logging.getLogger("prefold")
+
+DEFAULT_KV_CACHE_BYTES = 4 << 30
+"""Most that a rank's KV cache takes unless told otherwise."""
+DEFAULT_KV_CACHE_SHARE = 0.4
+"""And at most this share of the free memory, over all ranks."""
+
+
+@dataclass(frozen=True)
+class EngineArgs:
+    """Options of an engine, under vLLM's names where vLLM has them."""
+
+    model: str
+    """Folder of a Hugging Face checkpoint."""
+    tensor_parallel_size: int = 1
+    """Ranks that split heads and hidden dimensions (TP)."""
+    prefill_context_parallel_size: int = 1
+    """Ranks that split the tokens of a prompt (PCP). The engine runs TP x PCP ranks."""
+    dtype: str = "auto"
+    """Of weights and KV cache: auto (the checkpoint's), float32 or bfloat16."""
+    compute_dtype: str = "auto"
+    """Of activations and matrix multiplications: auto (the faster one on this machine, never less
+    precise than dtype), float32 or bfloat16."""
+    max_model_len: int | None = None
+    """Longest prompt plus output. Default: the model's own limit, or what the KV cache holds."""
+    max_num_batched_tokens: int = 8192
+    """Tokens that one rank computes per step; a step holds up to PCP times as many."""
+    max_num_seqs: int = 256
+    """Requests that run at the same time."""
+    block_size: int = 32
+    """Tokens per block of the KV cache; also the unit of prefix cache hits."""
+    num_blocks: int | None = None
+    """Blocks of the KV cache on each rank. Default: from kv_cache_memory_bytes."""
+    kv_cache_memory_bytes: int | None = None
+    """Memory of the KV cache on each rank. Default: up to 4 GiB and 40 % of the free memory over
+    all ranks, and no more than the requests can use."""
+    enable_prefix_caching: bool = True
+    """Reuse the KV of prompts that begin alike."""
+    seed: int = 0
+    """Seed of the requests that bring none."""
+    threads_per_rank: int | None = None
+    """CPU threads of a rank. Default: cores / ranks, at least 1."""
+    pin_threads: bool = True
+    """Bind each worker process to its own cores (not where the single rank runs in process)."""
+    device: str = "cpu"
+    """cpu or cuda."""
+    context_workspace_tokens: int = 1024
+    """Context tokens that attention reads and up-projects at a time."""
+    min_split_tokens: int = 32
+    """Prompts shorter than this stay whole on one PCP rank."""
+    transport: str = "shm"
+    """How ranks of one host exchange data: shm (shared memory) or gloo."""
+    collective_timeout_s: float = 300.0
+    """A collective that takes longer fails and names the ranks that did not arrive."""
+    debug_poison: bool = False
+    """Fill unused KV and reused buffers with NaN, to find reads of stale memory. Slow."""
+
+    def resolve(self) -> EngineConfig:
+        """Read the checkpoint's config and settle every setting.
+
+        Raises:
+            ValueError: naming the option, its value and what is legal.
+        """
+        self._check()
+        model = load_model_config(self.model, dtype=self.dtype)
+        parallel = ParallelConfig(self.tensor_parallel_size, self.prefill_context_parallel_size)
+        check_parallel(model, parallel)
+        cache = self._cache_config(model, parallel)
+        max_model_len = self._max_model_len(model, cache)
+        return EngineConfig(
+            model=model,
+            parallel=parallel,
+            cache=cache,
+            scheduler=SchedulerConfig(self.max_num_seqs, self.max_num_batched_tokens, max_model_len),
+            runtime=self._runtime_config(model, parallel),
+            seed=self.seed,
+        )
+
+    def _check(self) -> None:
+        at_least_one = (
+            "tensor_parallel_size",
+            "prefill_context_parallel_size",
+            "max_model_len",
+            "max_num_batched_tokens",
+            "max_num_seqs",
+            "block_size",
+            "num_blocks",
+            "kv_cache_memory_bytes",
+            "threads_per_rank",
+            "context_workspace_tokens",
+        )
+        for name in at_least_one:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+        choices = {
+            "dtype": ("auto", *DTYPES),
+            "compute_dtype": ("auto", *DTYPES),
+            "device": ("cpu", "cuda"),
+            "transport": ("shm", "gloo"),
+        }
+        for name, legal in choices.items():
+            if getattr(self, name) not in legal:
+                raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(legal)}")
+        if self.num_blocks is not None and self.kv_cache_memory_bytes is not None:
+            raise ValueError("num_blocks and kv_cache_memory_bytes both set the KV cache's size: give one")
+
+    def _cache_config(self, model: ModelConfig, parallel: ParallelConfig) -> CacheConfig:
+        spec = KVSpec(model.num_layers, model.mla.token_dim, DTYPES[model.dtype], self.block_size)
+        num_blocks = self.num_blocks
+        if num_blocks is None:
+            useful = self.max_num_seqs * spec.blocks_for(self.max_model_len or model.max_position_embeddings)
+            num_bytes = self.kv_cache_memory_bytes
+            if num_bytes is None:
+                share = int(available_memory() * DEFAULT_KV_CACHE_SHARE) // parallel.world_size
+                num_bytes = min(DEFAULT_KV_CACHE_BYTES, share)
+            num_blocks = min(spec.num_blocks_in(num_bytes), useful)
+            if num_blocks == 0:
+                raise ValueError(
+                    f"kv_cache_memory_bytes={num_bytes} holds no block: "
+                    f"one of {self.block_size} tokens takes {spec.bytes_per_block} bytes"
+                )
+        return CacheConfig(self.block_size, num_blocks, self.enable_prefix_caching)
+
+    def _max_model_len(self, model: ModelConfig, cache: CacheConfig) -> int:
+        """The limit given, or the largest one that model and cache allow."""
+        # The last token generated is never fed back: its KV needs no slot.
+        capacity = cache.num_blocks * cache.block_size + 1
+        wanted = self.max_model_len
+        if wanted is None:
+            wanted = min(model.max_position_embeddings, capacity)
+            if wanted < model.max_position_embeddings:
+                logger.info(
+                    "max_model_len is %d, what the KV cache holds; the model's is %d",
+                    wanted,
+                    model.max_position_embeddings,
+                )
+        if wanted > model.max_position_embeddings:
+            raise ValueError(
+                f"max_model_len={wanted} exceeds max_position_embeddings={model.max_position_embeddings} "
+                f"of {self.model}"
+            )
+        if wanted > capacity:
+            raise ValueError(
+                f"the KV cache is too small for one request of max_model_len={wanted}: its "
+                f"{cache.num_blocks} blocks of {cache.block_size} tokens allow {capacity}. Raise "
+                f"kv_cache_memory_bytes (or num_blocks), or lower max_model_len"
+            )
+        return wanted
+
+    def _runtime_config(self, model: ModelConfig, parallel: ParallelConfig) -> RuntimeConfig:
+        cores, world = available_cores(), parallel.world_size
+        threads = self.threads_per_rank or max(1, cores // world)
+        if self.device == "cpu" and world * threads > cores:
+            logger.warning(
+                "%d ranks x %d threads on %d cores: ranks will wait for each other", world, threads, cores
+            )
+        compute_dtype = self.compute_dtype
+        if compute_dtype == "auto":
+            native = self.device != "cpu" or fast_bfloat16()
+            compute_dtype = model.dtype if native else "float32"
+        return RuntimeConfig(
+            device=self.device,
+            compute_dtype=compute_dtype,
+            threads_per_rank=threads,
+            pin_threads=self.pin_threads,
+            context_workspace_tokens=self.context_workspace_tokens,
+            transport=self.transport,
+            collective_timeout_s=self.collective_timeout_s,
+            min_split_tokens=self.min_split_tokens,
+            debug_poison=self.debug_poison,
+        )

@@ -1,0 +1,1 @@
+"""What runs on a rank: request states, the local batch, the model and its cache."""

@@ -1,0 +1,15 @@
+"""What a rank reports of itself. Imports no torch: the engine reads it too."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class WorkerInfo(msgspec.Struct):
+    """Sent once, when the rank is ready."""
+
+    rank: int
+    pid: int
+    digest: str
+    """Of the configuration it runs: equal on all ranks."""
+    cores: list[int]
