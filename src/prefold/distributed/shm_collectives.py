@@ -1,0 +1,146 @@
+"""Collectives over a shared-memory channel, for the ranks of one host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from prefold.distributed.shm import Channel, Exchange, Waiter
+
+SUM_BLOCK = 16384
+"""Elements summed at a time: the partial sums stay in the first-level caches."""
+
+SLICED_SUM_BYTES = 1 << 16
+"""From this size on each of 3 or more ranks sums a slice and the slices are gathered."""
+
+
+class ShmGather:
+    """An all-gather in flight; holds its slots from `start` to `release`."""
+
+    def __init__(self, channel: Channel, size: int, sequence: int, numel: int, dtype: torch.dtype) -> None:
+        self._channel = channel
+        self._size = size
+        self._sequence = sequence
+        self._numel = numel
+        self._dtype = dtype
+
+    def wait(self) -> list[torch.Tensor]:
+        self._channel.wait(self._sequence)
+        return _parts(self._channel, self._size, self._sequence, self._numel, self._dtype)
+
+    def release(self) -> None:
+        self._channel.release(self._sequence)
+
+
+class ShmCollectives:
+    """See `group.Collectives`. Messages larger than a slot go in pieces, except `start_all_gather`,
+    whose result is read in place: it lets the slots grow, on all ranks together."""
+
+    def __init__(self, rank: int, size: int, slot_bytes: int, waiter: Waiter, exchange: Exchange) -> None:
+        self._rank = rank
+        self._size = size
+        self._waiter = waiter
+        self._exchange = exchange
+        self._channel = Channel(rank, size, slot_bytes, waiter, exchange)
+        with torch.inference_mode(False):
+            self._sum = torch.empty(SUM_BLOCK, dtype=torch.float32)
+            self._term = torch.empty(SUM_BLOCK, dtype=torch.float32)
+
+    def all_reduce(self, x: torch.Tensor) -> None:
+        # With two ranks a sliced sum reads as much as a whole one and waits once more.
+        sliced = self._size > 2 and x.nbytes >= SLICED_SUM_BYTES
+        for piece in self._pieces(x):
+            if sliced:
+                self._sliced_sum(x[piece])
+            else:
+                self._whole_sum(x[piece])
+
+    def all_gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        for piece in self._pieces(x):
+            sequence, parts = self._swap(x[piece])
+            for rank, part in enumerate(parts):
+                out[rank, piece].copy_(part)
+            self._channel.release(sequence)
+
+    def reduce_scatter(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        for piece in self._pieces(out, copies=self._size):
+            sequence, parts = self._swap(x[:, piece])
+            own = [part.view(self._size, -1)[self._rank] for part in parts]
+            self._sum_into(out[piece], own)
+            self._channel.release(sequence)
+
+    def broadcast(self, x: torch.Tensor, src: int) -> None:
+        for piece in self._pieces(x):
+            part = x[piece]
+            sequence = self._channel.put(part if self._rank == src else None)
+            self._channel.wait(sequence, source=src)
+            if self._rank != src:
+                part.copy_(self._channel.read(src, sequence, part.numel(), part.dtype))
+            self._channel.release(sequence)
+
+    def barrier(self) -> None:
+        sequence = self._channel.put(None)
+        self._channel.wait(sequence)
+        self._channel.release(sequence)
+
+    def start_all_gather(self, x: torch.Tensor) -> ShmGather:
+        if x.nbytes > self._channel.slot_bytes:
+            # Gathers still in flight keep the old channel and its memory until they are released.
+            slot_bytes = max(2 * self._channel.slot_bytes, 1 << (x.nbytes - 1).bit_length())
+            self._channel = Channel(self._rank, self._size, slot_bytes, self._waiter, self._exchange)
+        sequence = self._channel.put(x)
+        return ShmGather(self._channel, self._size, sequence, x.numel(), x.dtype)
+
+    def _pieces(self, x: torch.Tensor, copies: int = 1) -> Iterator[slice]:
+        """Ranges of the flat `x` of which `copies` fit into a slot."""
+        step = self._channel.slot_bytes // (copies * x.element_size())
+        return (slice(i, min(i + step, x.numel())) for i in range(0, x.numel(), step))
+
+    def _swap(self, x: torch.Tensor) -> tuple[int, list[torch.Tensor]]:
+        """Put `x` and wait for all: (message, every rank's part in place, until released)."""
+        sequence = self._channel.put(x)
+        self._channel.wait(sequence)
+        return sequence, _parts(self._channel, self._size, sequence, x.numel(), x.dtype)
+
+    def _whole_sum(self, x: torch.Tensor) -> None:
+        sequence, parts = self._swap(x)
+        self._sum_into(x, parts)
+        self._channel.release(sequence)
+
+    def _sliced_sum(self, x: torch.Tensor) -> None:
+        sequence, parts = self._swap(x)
+        bounds = [x.numel() * rank // self._size for rank in range(self._size + 1)]
+        slices = [slice(low, high) for low, high in zip(bounds, bounds[1:])]
+        own = slices[self._rank]
+        self._sum_into(x[own], [part[own] for part in parts])
+        self._channel.release(sequence)
+        sequence = self._channel.put(x[own])
+        self._channel.wait(sequence)
+        for rank, place in enumerate(slices):
+            if rank != self._rank:
+                x[place].copy_(self._channel.read(rank, sequence, place.stop - place.start, x.dtype))
+        self._channel.release(sequence)
+
+    def _sum_into(self, out: torch.Tensor, parts: list[torch.Tensor]) -> None:
+        """`out` = sum of `parts` in rank order, so the bits are the same on whichever rank does it.
+
+        Half-precision parts are summed in float32 and rounded once. `out` is no part's memory.
+        """
+        for start in range(0, out.numel(), SUM_BLOCK):
+            block = slice(start, start + SUM_BLOCK)
+            to = out[block]
+            if out.dtype not in (torch.bfloat16, torch.float16):
+                torch.add(parts[0][block], parts[1][block], out=to)
+                for part in parts[2:]:
+                    to.add_(part[block])
+                continue
+            total, term = self._sum[: to.numel()], self._term[: to.numel()]
+            total.copy_(parts[0][block])
+            for part in parts[1:]:
+                total.add_(term.copy_(part[block]))
+            to.copy_(total)
+
+
+def _parts(channel: Channel, size: int, sequence: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    return [channel.read(rank, sequence, numel, dtype) for rank in range(size)]

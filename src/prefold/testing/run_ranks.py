@@ -1,0 +1,146 @@
+"""Run a function on several ranks, each a process of its own, and bring the results back."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prefold.distributed.group import Group
+from prefold.distributed.mesh import Mesh
+
+POLL_S = 0.01
+OUTPUT_TAIL = 4000
+"""Characters of a dead rank's output that the error shows."""
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """What a rank is given. `groups` has "tp" and "pcp"."""
+
+    rank: int
+    world_size: int
+    mesh: Mesh
+    groups: dict[str, Group]
+
+
+class RankError(RuntimeError):
+    """A rank died, ran out of time, or raised something that cannot be sent to the parent."""
+
+
+@dataclass(frozen=True)
+class RankJob:
+    """All that a rank process reads. `call` is a pickle of (fn's qualified name, args)."""
+
+    rank: int
+    mesh: Mesh
+    transport: str
+    collective_timeout_s: float
+    slot_bytes: int | None
+    module_name: str
+    module_file: str
+    sys_path: list[str]
+    call: bytes
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    tp: int = 1,
+    transport: str = "shm",
+    timeout_s: float = 120.0,
+    collective_timeout_s: float | None = None,
+    slot_bytes: int | None = None,
+) -> list[Any]:
+    """Run `fn(ctx, *args)` on `world_size` ranks of the mesh PCP x TP; return their results in rank order.
+
+    Each rank is a fresh Python process with one torch thread; `ctx` is a `RankContext` whose
+    groups are connected. `fn` must be a function at the top level of a module (also of a test file
+    that cannot be imported by name); `args` and results are pickled.
+
+    If a rank raises, the other ranks are killed and the exception is raised here, with that
+    rank's traceback as a note; of several, the first one to end counts. If a rank dies or `timeout_s`
+    passes, RankError shows the end of what the ranks printed. In all cases every rank's process has ended
+    when this returns, and ranks end with this process, however it ends.
+
+    Args:
+        tp: ranks per TP group; PCP is `world_size / tp`.
+        transport: "shm" or "gloo".
+        timeout_s: for all of it, start of the processes included.
+        collective_timeout_s: for each collective; default `timeout_s`.
+        slot_bytes: see `Group`.
+    """
+    if world_size % tp:
+        raise ValueError(f"world_size={world_size} is not a multiple of tp={tp}")
+    module = sys.modules[fn.__module__]
+    if "." in fn.__qualname__ or not getattr(module, "__file__", None):
+        raise ValueError(f"{fn.__qualname__} must be a function at the top level of a module with a file")
+    call = pickle.dumps((fn.__qualname__, args))
+    with tempfile.TemporaryDirectory(prefix="prefold-ranks-") as name:
+        folder = Path(name)
+        for rank in range(world_size):
+            job = RankJob(
+                rank=rank,
+                mesh=Mesh(tp=tp, pcp=world_size // tp),
+                transport=transport,
+                collective_timeout_s=collective_timeout_s or timeout_s,
+                slot_bytes=slot_bytes,
+                module_name=module.__name__,
+                module_file=str(Path(str(module.__file__)).resolve()),
+                sys_path=sys.path,
+                call=call,
+            )
+            (folder / f"job{rank}").write_bytes(pickle.dumps(job))
+        processes = []
+        try:
+            for rank in range(world_size):
+                processes.append(_start(folder, rank))
+            _wait_for_all(processes, folder, timeout_s)
+        finally:
+            for process in processes:
+                process.kill()
+            for process in processes:
+                process.wait()
+        return [pickle.loads((folder / f"result{rank}").read_bytes()) for rank in range(world_size)]
+
+
+def _start(folder: Path, rank: int) -> subprocess.Popen:
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "prefold.testing.rank_main", str(folder), str(rank), str(os.getpid())]
+    with open(folder / f"output{rank}", "wb") as output:
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=env
+        )
+
+
+def _wait_for_all(processes: list[subprocess.Popen], folder: Path, timeout_s: float) -> None:
+    """Return when all ranks have ended well; raise as soon as one has not."""
+    deadline = time.monotonic() + timeout_s
+    running = set(range(len(processes)))
+    while running:
+        for rank in sorted(running):
+            status = processes[rank].poll()
+            if status is None:
+                continue
+            running.remove(rank)
+            if (folder / f"error{rank}").exists():
+                raise pickle.loads((folder / f"error{rank}").read_bytes())
+            if status != 0:
+                raise RankError(f"rank {rank} ended with status {status}\n{_output(folder, rank)}")
+        if running and time.monotonic() > deadline:
+            outputs = "\n".join(_output(folder, rank) for rank in sorted(running))
+            raise RankError(f"ranks {sorted(running)} still run after {timeout_s:g} s\n{outputs}")
+        time.sleep(POLL_S)
+
+
+def _output(folder: Path, rank: int) -> str:
+    text = (folder / f"output{rank}").read_text(errors="replace")
+    return f"--- output of rank {rank} ---\n{text[-OUTPUT_TAIL:]}"
