@@ -45,10 +45,10 @@ class VocabParallel(nn.Module):
         return self.env.tp.all_reduce(out)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [n, hidden] -> [n, vocab_size] float32, on every rank."""
+        """hidden [n, hidden] -> [n, vocab_size] float32, on every rank; valid until the next call."""
         num_tokens, ws = hidden.shape[0], self.env.workspace
         local = ws.get("logits.local", (num_tokens, self.weight.shape[0]), hidden.dtype)
         matmul(hidden, self.weight, local, ws)
         parts = self.env.tp.all_gather(local)  # [TP, n, rows]
-        logits = parts.transpose(0, 1).reshape(num_tokens, -1)
+        logits = parts.transpose(0, 1).flatten(1)
         return logits[:, : self.vocab_size].float()
