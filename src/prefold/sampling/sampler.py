@@ -74,7 +74,7 @@ class Sampler:
         self.vocab_size = vocab_size
 
     def __call__(self, logits: torch.Tensor, metadata: SamplingMetadata) -> SamplerOutput:
-        """`logits` [n, vocab] float32, **overwritten** if a row has biases, penalties or min_tokens.
+        """`logits` [n, vocab] float32, not modified: after an error the other rows can be sampled again.
 
         Raises:
             InvalidLogitsError: a row holds NaN or +inf, or has no finite logit (left).
@@ -87,10 +87,8 @@ class Sampler:
         raw = logits
         if _needs_processing(metadata):
             _check_finite(logits, logits.argmax(dim=-1), metadata)
-            raw = logits.clone() if any(p.logprobs is not None for p in metadata.params) else logits
-            _apply_logit_bias(logits, metadata)
-            _apply_min_tokens(logits, metadata)
-            _apply_penalties(logits, metadata)
+            logits = raw.clone()
+            apply_processors(logits, metadata)
         token_ids = logits.argmax(dim=-1)  # documented to return the first of equal maxima
         _check_finite(logits, token_ids, metadata)
         random_rows = [row for row, p in enumerate(metadata.params) if not p.is_greedy]
@@ -99,6 +97,13 @@ class Sampler:
             rows = random_rows[start : start + rows_per_chunk]
             token_ids[rows] = _draw(logits[rows], token_ids[rows], rows, metadata)
         return SamplerOutput(token_ids, _row_logprobs(raw, token_ids, metadata))
+
+
+def apply_processors(logits: torch.Tensor, metadata: SamplingMetadata) -> None:
+    """logit_bias, min_tokens and penalties on `logits` [n, vocab], in place."""
+    _apply_logit_bias(logits, metadata)
+    _apply_min_tokens(logits, metadata)
+    _apply_penalties(logits, metadata)
 
 
 def _needs_processing(metadata: SamplingMetadata) -> bool:
