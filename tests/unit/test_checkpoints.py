@@ -1,0 +1,119 @@
+"""Random checkpoints: equal for equal arguments, readable by transformers, and worth testing with."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from prefold.checkpoint_files import check_checkpoint_files
+from prefold.config import ParallelConfig
+from prefold.hf_config import SUPPORTED_ARCHITECTURES, check_parallel, load_model_config
+from prefold.testing.checkpoints import BENCHMARK, make_benchmark_checkpoint, make_checkpoint
+
+V2, V3, GLM = SUPPORTED_ARCHITECTURES
+
+
+@pytest.fixture(scope="module", params=SUPPORTED_ARCHITECTURES)
+def checkpoint(request, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_equal_arguments_give_equal_files(checkpoint: Path, tmp_path: Path):
+    architecture = load_model_config(checkpoint).architecture
+    assert contents(make_checkpoint(architecture, tmp_path / "same")) == contents(checkpoint)
+    other = contents(make_checkpoint(architecture, tmp_path / "other", seed=1))
+    assert other["config.json"] == contents(checkpoint)["config.json"]
+    assert (
+        other["model-00001-of-00006.safetensors"] != contents(checkpoint)["model-00001-of-00006.safetensors"]
+    )
+
+
+def test_tiny_checkpoints_are_sharded_and_legal_for_tp_8(checkpoint: Path):
+    entries = check_checkpoint_files(checkpoint)
+    assert len({entry.file for entry in entries.values()}) > 2
+    config = load_model_config(checkpoint)
+    check_parallel(config, ParallelConfig(8, 1))
+    assert config.mla.v_head_dim != config.mla.qk_head_dim
+    raw = json.loads((checkpoint / "config.json").read_text())
+    assert raw["topk_method"] == config.moe.topk_method
+
+
+def test_the_tokenizer_fits_the_vocabulary(checkpoint: Path):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
+    assert len(tokenizer) == 320
+    text = "The thing and the other: naïve, 東京, \n\t two  spaces"
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert len(ids) < len(text.encode()), "no merge was used"
+    chat = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True
+    )
+    assert chat == "<s>user: hi\nassistant: "
+    assert tokenizer.eos_token_id in load_model_config(checkpoint).eos_token_ids
+
+
+@pytest.mark.parametrize("vocab_size", [9, 100, 259, 265, 1000])
+def test_any_vocabulary_size(tmp_path: Path, vocab_size: int):
+    folder = make_checkpoint(V3, tmp_path, vocab_size=vocab_size, num_hidden_layers=1)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    assert len(tokenizer) == vocab_size
+    assert max(tokenizer.encode("the and <s> zzz")) < vocab_size
+
+
+def test_experts_are_used_unevenly_but_all(checkpoint: Path):
+    architecture = load_model_config(checkpoint).architecture
+    model = getattr(transformers, architecture).from_pretrained(checkpoint, dtype=torch.float32)
+    counts = []
+    for module in model.modules():
+        if type(module).__name__.endswith("TopkRouter"):
+            module.register_forward_hook(
+                lambda _m, _i, out: counts.append(out[2].flatten().bincount(minlength=8))
+            )
+    with torch.no_grad():
+        model(torch.arange(320)[None])
+    assert counts
+    for count in counts:
+        assert count.min() > 0
+        assert count.max() > 1.5 * count.min()
+
+
+def test_bfloat16_checkpoints_keep_the_routing_bias_in_float32(tmp_path: Path):
+    entries = check_checkpoint_files(make_checkpoint(V3, tmp_path, dtype="bfloat16"))
+    for name, entry in entries.items():
+        assert entry.dtype == ("F32" if name.endswith("e_score_correction_bias") else "BF16"), name
+
+
+def test_unknown_architecture(tmp_path: Path):
+    with pytest.raises(ValueError, match="'GPT2LMHeadModel' is not supported; supported: DeepseekV2"):
+        make_checkpoint("GPT2LMHeadModel", tmp_path)
+
+
+def test_benchmark_checkpoint(tmp_path: Path):
+    """Its size is that of the published measurements; a narrow one stands in for it here."""
+    narrow = {"hidden_size": 64, "vocab_size": 400, "kv_lora_rank": 32, "q_lora_rank": 32}
+    folder = make_benchmark_checkpoint(tmp_path, **narrow)
+    config = load_model_config(folder)
+    assert (config.dtype, config.num_layers, config.num_heads) == ("bfloat16", 8, 16)
+    assert config.max_position_embeddings >= 131072
+    assert 150e6 < num_parameters(BENCHMARK) < 171e6
+
+
+def num_parameters(c: dict) -> float:
+    heads, hidden = c["num_attention_heads"], c["hidden_size"]
+    qk = c["qk_nope_head_dim"] + c["qk_rope_head_dim"]
+    attention = (
+        hidden * (c["q_lora_rank"] + c["kv_lora_rank"] + c["qk_rope_head_dim"])
+        + c["q_lora_rank"] * heads * qk
+        + c["kv_lora_rank"] * heads * (c["qk_nope_head_dim"] + c["v_head_dim"])
+        + heads * c["v_head_dim"] * hidden
+    )
+    experts = (c["n_routed_experts"] + 1) * 3 * hidden * c["moe_intermediate_size"]
+    layers = c["num_hidden_layers"]
+    dense = 3 * hidden * c["intermediate_size"]
+    return layers * attention + (layers - 1) * experts + dense + 2 * c["vocab_size"] * hidden
