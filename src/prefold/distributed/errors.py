@@ -36,7 +36,7 @@ class CollectiveTimeout(CollectiveError):
 
 
 class RanksMissing(Exception):
-    """Raised by a transport, which knows neither op nor world ranks; Group turns it into CollectiveTimeout."""
+    """Raised by a transport, which knows neither op nor world ranks; Group makes it a CollectiveTimeout."""
 
     def __init__(self, missing: Sequence[int]) -> None:
         super().__init__(list(missing))

@@ -23,7 +23,7 @@ from prefold.distributed.errors import CollectiveError, CollectiveTimeout, Ranks
 from prefold.distributed.mesh import Mesh
 from prefold.distributed.shm import Waiter, shared_memory_is_supported
 from prefold.distributed.shm_collectives import ShmCollectives
-from prefold.distributed.torch_collectives import TorchCollectives
+from prefold.distributed.torch_collectives import Store, TorchCollectives
 
 __all__ = [
     "CollectiveError",
@@ -126,7 +126,7 @@ class Group:
         transport: str = "gloo",
         timeout_s: float = 300.0,
         pg: dist.ProcessGroup | None = None,
-        store: dist.Store | None = None,
+        store: Store | None = None,
         slot_bytes: int = SLOT_BYTES,
         can_spin: bool = True,
     ) -> None:
@@ -169,7 +169,7 @@ class Group:
             return None
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum `x` over the ranks, in place, and return it; accumulated in float32, equal bits on all ranks."""
+        """Sum `x` over the ranks, in place, and return it. Adds in float32; all ranks get equal bits."""
         if self._collectives is not None and x.numel():
             flat = x.reshape(-1)
             self._call("all_reduce", x.nbytes, lambda c: c.all_reduce(flat))
@@ -268,7 +268,7 @@ def init_distributed(
     init_file: str | Path,
     backend: str = "gloo",
     timeout_s: float = 300.0,
-) -> dist.Store | None:
+) -> Store | None:
     """Meet the other ranks by way of `init_file`, a path that does not exist yet (no ports needed).
 
     Returns the rendezvous store for `make_groups`. A world of 1 needs none and does not touch
@@ -277,7 +277,9 @@ def init_distributed(
     if world_size == 1:
         return None
     timeout = timedelta(seconds=timeout_s)
-    store = dist.FileStore(str(init_file), world_size)
+    store = dist.FileStore(  # pyright: ignore[reportPrivateImportUsage]
+        str(init_file), world_size
+    )
     store.set_timeout(timeout)
     with _loopback():
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
@@ -289,7 +291,7 @@ def make_groups(
     rank: int,
     transport: str = "shm",
     timeout_s: float = 300.0,
-    store: dist.Store | None = None,
+    store: Store | None = None,
     slot_bytes: int = SLOT_BYTES,
 ) -> dict[str, Group]:
     """{"tp": Group, "pcp": Group} of this rank. All ranks call it together, after `init_distributed`."""
@@ -303,7 +305,9 @@ def make_groups(
             if len(ranks) > 1:
                 with _loopback():
                     pg = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s))
-                own_pg = pg if rank in ranks else own_pg
+                if rank in ranks:
+                    assert isinstance(pg, dist.ProcessGroup)
+                    own_pg = pg
         groups[axis] = Group(
             axis, mesh.group_of(axis, rank), rank, transport, timeout_s, own_pg, store, slot_bytes, can_spin
         )

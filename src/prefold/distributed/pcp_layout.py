@@ -13,9 +13,10 @@ than the others; over the batch these extra tokens go round-robin over the ranks
   (`row_cost`) by at most the largest row's cost. So 1-token rows alone balance to within 1 token;
 - both together: token sums differ by at most max(1, what the whole rows differ by), because the
   round-robin starts on the ranks where whole rows left the fewest tokens;
-- causal work of one split prompt (N = 0): max/mean <= 1 + P/L. No cut into pairs of chunks whose
-  token sums differ by at most 1 does better when L/P is odd: every rank then has one token
-  without a counterpart at the other end of the prompt.
+- causal work of split requests: no rank exceeds the mean by more than one token of average cost per
+  request. For one prompt (N = 0) that is max/mean <= 1 + P/L, and equality of all ranks where
+  2P divides L. It cannot be better for every L: with L/P odd each rank has one token without a
+  counterpart at the other end of the prompt, and max/mean is at least 1 + (P-1)/(L+1).
 
 Pure numpy, closed form: no Python loop over ranks or requests.
 """

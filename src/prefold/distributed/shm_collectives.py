@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 
@@ -86,7 +87,8 @@ class ShmCollectives:
 
     def start_all_gather(self, x: torch.Tensor) -> ShmGather:
         if x.nbytes > self._channel.slot_bytes:
-            # Gathers still in flight keep the old channel and its memory until they are released.
+            # Nobody may be missing when memory is exchanged. Gathers still in flight keep the old channel.
+            self.barrier()
             slot_bytes = max(2 * self._channel.slot_bytes, 1 << (x.nbytes - 1).bit_length())
             self._channel = Channel(self._rank, self._size, slot_bytes, self._waiter, self._exchange)
         sequence = self._channel.put(x)
@@ -111,7 +113,7 @@ class ShmCollectives:
     def _sliced_sum(self, x: torch.Tensor) -> None:
         sequence, parts = self._swap(x)
         bounds = [x.numel() * rank // self._size for rank in range(self._size + 1)]
-        slices = [slice(low, high) for low, high in zip(bounds, bounds[1:])]
+        slices = [slice(low, high) for low, high in pairwise(bounds)]
         own = slices[self._rank]
         self._sum_into(x[own], [part[own] for part in parts])
         self._channel.release(sequence)

@@ -11,6 +11,8 @@ import torch.distributed as dist
 
 from prefold.distributed.errors import CollectiveError, RanksMissing
 
+Store = dist.Store  # pyright: ignore[reportPrivateImportUsage]
+
 GRACE_S = 1.0
 """After a failure, how long ranks wait for each other's note that they were there."""
 
@@ -50,7 +52,7 @@ class TorchCollectives:
         rank: int,
         pg: dist.ProcessGroup,
         timeout_s: float,
-        store: dist.Store | None,
+        store: Store | None,
     ) -> None:
         self._ranks = ranks
         self._rank = rank

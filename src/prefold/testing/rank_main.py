@@ -1,4 +1,4 @@
-"""The process of one rank that `run_ranks` starts: `python -m prefold.testing.rank_main FOLDER RANK PARENT`."""
+"""The process of one rank of `run_ranks`: `python -m prefold.testing.rank_main FOLDER RANK PARENT`."""
 
 from __future__ import annotations
 
