@@ -12,6 +12,8 @@ from prefold.config import ParallelConfig
 from prefold.hf_config import SUPPORTED_ARCHITECTURES, check_parallel, load_model_config
 from prefold.testing.checkpoints import BENCHMARK, make_benchmark_checkpoint, make_checkpoint
 
+torch.set_num_threads(1)
+
 V2, V3, GLM = SUPPORTED_ARCHITECTURES
 
 

@@ -15,6 +15,8 @@ from prefold.testing.checkpoints import make_checkpoint
 from prefold.testing.threads import ThreadGroup, run_threads, single_rank
 from prefold.workspace import Workspace
 
+torch.set_num_threads(1)
+
 V3 = "DeepseekV3ForCausalLM"
 EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
 

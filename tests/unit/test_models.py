@@ -17,6 +17,8 @@ from prefold.testing.dense import DenseContext
 from prefold.testing.threads import run_threads, single_rank
 from prefold.workspace import Workspace
 
+torch.set_num_threads(1)
+
 V2, V3, GLM = SUPPORTED_ARCHITECTURES
 PROMPT, DECODED = 584, 16
 MAX_MODEL_LEN = PROMPT + DECODED
@@ -97,11 +99,6 @@ def variants() -> list[Variant]:
         Variant(GLM, {"n_group": 2, "topk_group": 1, "num_hidden_layers": 1, "mlp_layer_types": ["sparse"]}),
     ]
     return out
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)
 
 
 def load(folder: Path, group=None, poison: bool = False, dtype: str = "auto", compute: str = "float32"):

@@ -15,6 +15,8 @@ from prefold.layers.moe import MoE, Router
 from prefold.testing.threads import run_threads, single_rank
 from prefold.workspace import Workspace
 
+torch.set_num_threads(1)
+
 HIDDEN = 24
 
 

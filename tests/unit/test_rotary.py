@@ -11,6 +11,8 @@ from prefold.hf_config import ROPE_TYPES
 from prefold.layers.rotary import RotaryEmbedding, rope_frequencies
 from prefold.workspace import Workspace
 
+torch.set_num_threads(1)
+
 DIM, MAX_POSITIONS = 16, 2048
 
 CASES = [
