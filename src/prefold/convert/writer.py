@@ -12,11 +12,10 @@ SHARD_BYTES = 1 << 30
 
 
 class ShardWriter:
-    """Collects tensors into shards of about `shard_bytes` and writes the index on exit."""
+    """Collects tensors into shards of about SHARD_BYTES and writes the index on exit."""
 
-    def __init__(self, folder: Path, shard_bytes: int = SHARD_BYTES):
+    def __init__(self, folder: Path):
         self.folder = folder
-        self.shard_bytes = shard_bytes
         self._pending: dict[str, torch.Tensor] = {}
         self._pending_bytes = 0
         self._total_bytes = 0
@@ -27,7 +26,7 @@ class ShardWriter:
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Take one tensor; it is written when its shard is full."""
-        if self._pending and self._pending_bytes + tensor.nbytes > self.shard_bytes:
+        if self._pending and self._pending_bytes + tensor.nbytes > SHARD_BYTES:
             self._flush()
         self._pending[name] = tensor.contiguous()
         self._pending_bytes += tensor.nbytes
