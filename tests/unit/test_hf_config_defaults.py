@@ -1,0 +1,47 @@
+"""What a key means where config.json lacks it: as the transformers classes say."""
+
+import json
+from pathlib import Path
+
+import pytest
+import transformers
+
+from prefold.hf_config import SUPPORTED_ARCHITECTURES, load_model_config
+
+V2, V3, GLM = SUPPORTED_ARCHITECTURES
+
+REQUIRED = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5}
+
+
+@pytest.mark.parametrize("architecture", SUPPORTED_ARCHITECTURES)
+def test_absent_keys_mean_what_transformers_takes_them_for(architecture: str, tmp_path: Path):
+    raw = {"architectures": [architecture], "num_attention_heads": 8, "dtype": "float32", **REQUIRED}
+    if architecture == V2:
+        raw["num_experts_per_tok"] = 6  # has no default there
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    config = load_model_config(tmp_path)
+    theirs = getattr(transformers, architecture).config_class(**raw)
+    for key in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+        assert getattr(config.mla, key) == getattr(theirs, key), key
+    for key in ("rms_norm_eps", "tie_word_embeddings", "attention_bias", "max_position_embeddings"):
+        assert getattr(config, key) == getattr(theirs, key), key
+    moe = config.moe
+    assert moe is not None
+    assert moe.num_experts == theirs.n_routed_experts
+    assert moe.top_k == theirs.num_experts_per_tok
+    assert moe.intermediate_size == theirs.moe_intermediate_size
+    assert moe.num_shared_experts == theirs.n_shared_experts
+    assert moe.routed_scaling_factor == theirs.routed_scaling_factor
+    assert moe.norm_topk_prob == theirs.norm_topk_prob
+    assert (moe.n_group, moe.topk_group) == (theirs.n_group or 1, theirs.topk_group or 1)
+    assert config.rope.theta == theirs.rope_parameters["rope_theta"]
+    assert config.rope.interleaved == getattr(theirs, "rope_interleave", True)
+    if architecture == GLM:
+        expected = [kind == "sparse" for kind in theirs.mlp_layer_types]
+    else:
+        expected = [i >= theirs.first_k_dense_replace for i in range(5)]
+    assert list(config.moe_layers) == expected
+    if architecture == V2:
+        assert moe.topk_method == theirs.topk_method
+    else:
+        assert config.num_nextn_predict_layers == getattr(theirs, "num_mtp_layers", 1)
