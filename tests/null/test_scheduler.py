@@ -243,13 +243,15 @@ def test_last_admitted_yields_and_returns_with_all_its_tokens():
 
 
 def test_nothing_is_admitted_in_a_step_that_preempts():
-    s = make(blocks=4, caching=False)
-    add(s, "a", 2 * B, max_tokens=8)
-    add(s, "b", 2 * B, max_tokens=8)
+    s = make(blocks=4)
+    prompt = list(range(2 * B))
+    add(s, "a", prompt, max_tokens=8)
+    add(s, "b", prompt, max_tokens=8)
     step(s)
-    out = step(s)
+    out = step(s)  # a takes a block from b, which could return at once on top of a's blocks
     assert list(out.num_scheduled_tokens) == ["a"]
     assert (out.finished_request_ids, out.new_requests) == (["b"], [])
+    assert step(s).new_requests[0].num_computed_tokens == 2 * B
 
 
 @pytest.mark.parametrize("caching", [True, False])

@@ -44,16 +44,21 @@ class HeldRequest:
     num_computed: int
     block_ids: list[int]
     seed: int
+    epoch: int
 
 
 @dataclass
 class FakeWorker:
-    """Executes steps and asserts what every real worker relies on."""
+    """Executes steps and asserts what every real worker relies on.
+
+    `epoch` counts resets of the prefix cache; a slot knows the epoch in which its request was admitted.
+    """
 
     block_size: int
     budget: int
     held: dict[str, HeldRequest] = field(default_factory=dict)
-    kv: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
+    kv: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+    epoch: int = 0
 
     def execute(self, out: SchedulerOutput) -> ModelRunnerOutput:
         for request_id in out.finished_request_ids:
@@ -77,8 +82,14 @@ class FakeWorker:
             assert new.request_id not in self.held
             assert new.num_prompt_tokens <= new.num_prefill_tokens == len(new.token_ids)
             assert new.num_computed_tokens % self.block_size == 0
+            assert not (new.num_computed_tokens and new.sampling_params.prompt_logprobs is not None)
             self.held[new.request_id] = HeldRequest(
-                new.token_ids, new.num_prefill_tokens, new.num_computed_tokens, new.block_ids, new.seed
+                tokens=new.token_ids,
+                num_prefill=new.num_prefill_tokens,
+                num_computed=new.num_computed_tokens,
+                block_ids=new.block_ids,
+                seed=new.seed,
+                epoch=self.epoch,
             )
 
     def _extend(self, out: SchedulerOutput) -> None:
@@ -98,7 +109,8 @@ class FakeWorker:
             assert len(held.block_ids) * self.block_size >= held.num_computed + num_scheduled
             for position in range(held.num_computed):
                 content = self.kv.get(self._slot(held, position))
-                assert content == tuple(held.tokens[: position + 1]), f"{request_id} at {position}: {content}"
+                expected = (held.epoch, tuple(held.tokens[: position + 1]))
+                assert content == expected, f"{request_id} at {position}: {content} is not {expected}"
 
     def _write(self, out: SchedulerOutput) -> None:
         written: dict[int, str] = {}
@@ -107,7 +119,7 @@ class FakeWorker:
             for position in range(held.num_computed, held.num_computed + num_scheduled):
                 block_id, offset = self._slot(held, position)
                 assert written.setdefault(block_id, request_id) == request_id, f"two write block {block_id}"
-                self.kv[block_id, offset] = tuple(held.tokens[: position + 1])
+                self.kv[block_id, offset] = (held.epoch, tuple(held.tokens[: position + 1]))
             held.num_computed += num_scheduled
         for request_id, held in self.held.items():
             for block_id in held.block_ids:
@@ -213,6 +225,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def reset_prefix_cache(self):
         self.scheduler.reset_prefix_cache()
+        self.worker.epoch += 1
 
     @invariant()
     def books_agree(self):

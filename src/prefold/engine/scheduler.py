@@ -148,7 +148,7 @@ class Scheduler:
             assert request.status is RequestStatus.RUNNING, request
         for request in self.waiting:
             assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED), request
-            assert request.num_computed_tokens == 0, request
+            assert request.num_computed_tokens == request.num_sent_tokens == 0, request
             assert not self.kv.block_ids(request), request
         queued = [*self.running, *self.waiting]
         assert {request.request_id: request for request in queued} == self.requests, "queues and ids differ"
@@ -167,7 +167,7 @@ class Scheduler:
         scheduled: dict[str, int] = {}
         budget = self.max_num_scheduled_tokens
         budget, cached, preempted = self._schedule_running(budget, scheduled)
-        # Blocks just taken from a request must not go to one behind it in the queue.
+        # Blocks are short: whoever came in now would be the next to yield.
         new = [] if preempted else self._schedule_waiting(budget, scheduled)
         self._in_flight = [self.requests[request_id] for request_id in scheduled]
         for request in self._in_flight:
