@@ -348,7 +348,7 @@ def test_a_gap_in_prompt_logprobs_is_our_mistake(processor):
 
 def test_prompt_logprobs_come_from_the_first_sample(processor):
     processor.add_request("r", None, PROMPT, SamplingParams(n=2, prompt_logprobs=0))
-    feed(processor, (0, 8), sample_id="r:1")
+    feed(processor, (5, 8), sample_id="r:1")  # found the others' blocks in the prefix cache
     feed(processor, (0, 8), sample_id="r:0")
     assert summary(processor.process("r:1", [1])[0]) == EXPECTED
 

@@ -41,6 +41,12 @@ def test_text_that_was_not_searched_is_not_searched_later():
     assert text.text == "a##b"
 
 
+def test_a_stop_string_that_was_passed_is_not_held_back_whole():
+    text = StoppableText(("##", "abcdef"))
+    text.append("a##", search=False)
+    assert text.visible(False) == "a#", "one more # would end the text before the last one"
+
+
 def test_a_stop_string_that_ends_in_searched_text_is_found():
     text = StoppableText(("##",))
     text.append("a#", search=False)
