@@ -76,6 +76,8 @@ class StepStats(msgspec.Struct, array_like=True):
     forward_s: float = 0.0
     bytes_sent: dict[str, int] = {}
     """Bytes this rank put on the wire (or into shared memory) by collective, e.g. 'pcp.all_gather'."""
+    calls: dict[str, int] = {}
+    """Collectives this rank took part in, under the same names."""
 
 
 class ModelRunnerOutput(msgspec.Struct, array_like=True):

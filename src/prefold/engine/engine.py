@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from prefold.config import EngineConfig
-from prefold.engine.executor import Executor, make_executor
+from prefold.engine.executor import EngineDeadError, Executor, make_executor
 from prefold.engine.output_processor import OutputProcessor, TokenizerLike
 from prefold.engine.scheduler import Scheduler
 from prefold.request import Request, RequestOutput, RequestStatus, SamplingParams
@@ -69,6 +69,7 @@ class LLMEngine:
         )
         self._outputs = OutputProcessor(tokenizer)
         self._executor = make_executor(config) if executor is None else executor
+        self._failure: str | None = None
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -136,10 +137,22 @@ class LLMEngine:
         return int.from_bytes(hashlib.blake2b(source, digest_size=7).digest(), "little")
 
     def step(self) -> list[RequestOutput]:
-        """Run one step on all ranks; returns the requests that have something new to show."""
+        """Run one step on all ranks; returns the requests that have something new to show.
+
+        Raises:
+            EngineDeadError: a rank has failed, now or before.
+        """
+        if self._failure is not None:
+            raise EngineDeadError(self._failure)
         step = self.scheduler.schedule()
         self._note_scheduled(step)
-        output = self._executor.execute(step)
+        try:
+            output = self._executor.execute(step)
+        except BaseException as error:
+            # Ranks that are in the middle of a step, be it by an interrupt, cannot take another.
+            self._failure = str(error) or f"the engine is dead: a step ended in {type(error).__name__}"
+            self._executor.shutdown()
+            raise
         self.metrics.add(output.stats)
         if output.errors:
             self.scheduler.finish_requests(output.errors, RequestStatus.FINISHED_ERROR)

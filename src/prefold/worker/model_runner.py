@@ -74,7 +74,7 @@ class ModelRunner:
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput | None:
         """Run one step. The result is None on ranks that do not sample (all but PCP rank 0, TP rank 0)."""
         started = time.perf_counter()
-        sent_before = self._bytes_sent()
+        traffic_before = self._traffic()
         self._states.apply(step)
         batch = GlobalBatch.build(self._states, step, self._config.cache.block_size)
         parts = self._pcp.partition(batch)
@@ -98,7 +98,7 @@ class ModelRunner:
             sampled_token_ids={i: [token] for i, token in zip(ids, sampled.token_ids.tolist())},
             logprobs={i: [entry] for i, entry in zip(ids, sampled.logprobs) if entry is not None},
             prompt_logprobs=prompt_logprobs,
-            stats=self._stats(parts, started, sent_before),
+            stats=self._stats(parts, started, traffic_before),
             errors=errors,
         )
 
@@ -170,13 +170,18 @@ class ModelRunner:
             eos_token_ids=[info.eos_token_ids for info in infos],
         )
 
-    def _stats(self, parts: Partition, started: float, sent_before: dict[str, int]) -> StepStats:
-        sent = {key: total - sent_before.get(key, 0) for key, total in self._bytes_sent().items()}
+    def _stats(self, parts: Partition, started: float, before: dict[str, tuple[int, int]]) -> StepStats:
+        counted = {}
+        for key, (calls, sent) in self._traffic().items():
+            calls_before, sent_before = before.get(key, (0, 0))
+            if calls > calls_before:
+                counted[key] = (calls - calls_before, sent - sent_before)
         return StepStats(
             rank_tokens=parts.num_tokens.tolist(),
             rank_causal_pairs=parts.causal_pairs.tolist(),
             forward_s=time.perf_counter() - started,
-            bytes_sent=sent,
+            bytes_sent={key: sent for key, (_, sent) in counted.items()},
+            calls={key: calls for key, (calls, _) in counted.items()},
         )
 
     def _info(self, row: int) -> RequestInfo:
@@ -184,5 +189,7 @@ class ModelRunner:
         assert info is not None, row
         return info
 
-    def _bytes_sent(self) -> dict[str, int]:
-        return {key: counted[1] for group in self._groups.values() for key, counted in group.traffic.items()}
+    def _traffic(self) -> dict[str, tuple[int, int]]:
+        """(calls, bytes) so far, by collective."""
+        groups = self._groups.values()
+        return {key: (calls, sent) for group in groups for key, (calls, sent) in group.traffic.items()}

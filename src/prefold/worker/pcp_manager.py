@@ -23,12 +23,10 @@ from prefold.distributed.pcp_layout import (
     partition,
     token_indices_by_rank,
 )
+from prefold.traffic import exchange_bytes
 from prefold.worker.global_batch import GlobalBatch
 from prefold.worker.request_states import RequestStates
 from prefold.workspace import Workspace
-
-ALIGNMENT = 64
-"""Sections of the exchange start at multiples of this, so that any dtype can view them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,12 +214,12 @@ class ExchangeLayout:
         hidden_rows = np.bincount(rank_of, minlength=len(decode_tokens))
         kv_bytes = int(decode_tokens.max()) * num_layers * token_dim * kv_cache.element_size()
         hidden_bytes = int(hidden_rows.max()) * hidden.shape[1] * hidden.element_size()
-        offset = -(-kv_bytes // ALIGNMENT) * ALIGNMENT
+        offset, num_bytes = exchange_bytes(kv_bytes, hidden_bytes)
         return cls(
             decode_tokens=decode_tokens,
             hidden_rows=hidden_rows,
             hidden_offset=offset,
-            num_bytes=offset + hidden_bytes,
+            num_bytes=num_bytes,
             kv_shape=(num_layers, token_dim),
             kv_dtype=kv_cache.dtype,
             hidden_size=hidden.shape[1],

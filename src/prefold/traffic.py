@@ -1,0 +1,64 @@
+"""Bytes that a rank hands to its collectives in a step: the formulas, each in one place.
+
+What a step really moved is counted by `Group.traffic`; the two must agree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from prefold.config import DTYPES, EngineConfig
+from prefold.distributed.pcp_layout import Partition
+
+ALIGNMENT = 64
+"""Sections of the exchange start at multiples of this, so that any dtype can view them."""
+
+
+def exchange_bytes(kv_bytes: int, hidden_bytes: int) -> tuple[int, int]:
+    """(offset of the hidden section, length) of the step's exchange `decode KV | hidden rows`.
+
+    >>> exchange_bytes(100, 64), exchange_bytes(0, 0)
+    ((128, 192), (0, 0))
+    """
+    offset = -(-kv_bytes // ALIGNMENT) * ALIGNMENT
+    return offset, offset + hidden_bytes
+
+
+@dataclass(frozen=True)
+class StepTraffic:
+    """Bytes of one step on one rank, by collective."""
+
+    pcp_all_gather: int
+    tp_all_reduce: int
+    tp_all_gather: int
+
+
+def step_traffic(
+    config: EngineConfig, parts: Partition, rank: int, wanted_by_rank: np.ndarray, num_logits: int
+) -> StepTraffic:
+    """What a rank of PCP place `rank` sends in a step.
+
+    Per layer the PCP group gathers the new KV of prefill tokens, padded to the fullest rank; once
+    per step it gathers the decode tokens' KV of all layers and the hidden rows that are sampled,
+    again padded. The TP group sums the embedding and two projections per layer, and gathers logits.
+
+    Args:
+        wanted_by_rank: [P] hidden rows that each rank restores.
+        num_logits: rows of logits, on PCP place 0; other places compute none.
+    """
+    model, parallel = config.model, config.parallel
+    compute_size, kv_size = DTYPES[config.runtime.compute_dtype], DTYPES[model.dtype]
+    token_bytes = model.num_layers * model.mla.token_dim * kv_size
+    pcp = tp_reduce = tp_gather = 0
+    if parallel.prefill_context_parallel_size > 1:
+        pcp += int(parts.num_prefill_tokens.max()) * token_bytes
+        hidden_bytes = int(wanted_by_rank.max()) * model.hidden_size * compute_size
+        pcp += exchange_bytes(int(parts.num_decode_tokens.max()) * token_bytes, hidden_bytes)[1]
+    if parallel.tensor_parallel_size > 1:
+        sums = 1 + 2 * model.num_layers
+        tp_reduce = sums * int(parts.num_tokens[rank]) * model.hidden_size * compute_size
+        vocab_per_rank = -(-model.vocab_size // parallel.tensor_parallel_size)
+        tp_gather = num_logits * vocab_per_rank * compute_size if rank == 0 else 0
+    return StepTraffic(pcp, tp_reduce, tp_gather)
