@@ -160,11 +160,10 @@ class LLMEngine:
         return self._process(step, output, events)
 
     def _note_scheduled(self, step: SchedulerOutput) -> None:
-        for request_id in step.finished_request_ids:
-            if request_id in self.scheduler.requests:
-                self._outputs.mark_preempted(request_id)
         for new in step.new_requests:
             request = self.scheduler.requests[new.request_id]
+            if request.num_preemptions > 0:
+                self._outputs.mark_preempted(new.request_id)
             self._outputs.mark_scheduled(new.request_id, num_cached_tokens=request.num_cached_tokens)
             if request.num_preemptions == 0:
                 self.metrics.num_prefill_tokens += new.num_computed_tokens
