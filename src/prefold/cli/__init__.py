@@ -1,0 +1,1 @@
+"""The `prefold` command: arguments, progress and printing. Everything else is somewhere else."""

@@ -1,0 +1,154 @@
+"""`prefold bench`: arguments and printing; the measuring is `prefold.benchmark`'s."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Callable
+from contextlib import contextmanager
+from ctypes.util import find_library
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+from tyro.conf import Positional, UseAppendAction, arg, subcommand
+
+from prefold.cli.options import TYRO_CONFIG, EngineOptions, Flag, number
+from prefold.hf_config import load_model_config
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from prefold.benchmark.latency import RowSpec
+
+
+@dataclass(frozen=True)
+class LatencyArgs:
+    """Measure time to first token (TTFT) and time per output token (TPOT) of one prompt at a time.
+
+    The prompt is random token ids, the prefix cache is off. After the warm-up each repeat runs every layout
+    once, in rotating order, so that they meet the same machine. Shown are medians and extremes, FLOP/s of the
+    prefill (counted from the model's dimensions) against matrix multiplication measured in the same run with
+    as many processes and threads, and what a rank sends.
+
+    Attributes:
+        model: Folder of a Hugging Face checkpoint with Multi-head Latent Attention.
+        input_len: Tokens in the prompt.
+        output_len: Tokens to generate, the first included.
+        warmup: Runs before the measured ones.
+        repeats: Measured runs.
+        compare: One layout, such as "-pcp 2" or "-tp 1 --threads-per-rank 1": any engine options, which go on
+            top of those given outside. Give it once per row; ratios are to the first.
+        peer: Compare with this engine as well, on the same checkpoint and prompts.
+        peer_threads: Its threads.
+        json: Print one JSON object instead of the table.
+    """
+
+    model: Annotated[Positional[str], arg(metavar="MODEL")]
+    input_len: Annotated[int, number()]
+    output_len: Annotated[int, number()] = 32
+    warmup: Annotated[int, number()] = 1
+    repeats: Annotated[int, number()] = 5
+    compare: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="OPTIONS")] = ()
+    peer: Annotated[Literal["transformers"] | None, arg(help_behavior_hint="")] = None
+    peer_threads: Annotated[int | None, number(default="all cores")] = None
+    json: Flag = False
+    engine: EngineOptions = field(default_factory=EngineOptions)
+
+
+@dataclass(frozen=True)
+class BenchArgs:
+    """Measure speed on this machine."""
+
+    # A union of at least two is what makes subcommands; there is one so far.
+    what: Annotated[LatencyArgs, subcommand("latency")] | Annotated[None, tyro.conf.Suppress]
+
+
+def run(args: BenchArgs) -> int:
+    assert args.what is not None
+    return run_latency(args.what)
+
+
+def run_latency(args: LatencyArgs) -> int:
+    model = load_model_config(args.model, dtype=args.engine.dtype)
+    layouts = args.compare or (describe(args.engine),)
+    rows = [_engine_row(args, layout) for layout in layouts]
+    if args.peer is not None:
+        rows.append(_peer_row(args))
+
+    from prefold.benchmark.latency import LatencyPlan, measure_latency
+    from prefold.benchmark.side import SideError
+
+    plan = LatencyPlan(
+        model, rows, args.input_len, args.output_len, args.warmup, args.repeats, args.engine.seed
+    )
+    try:
+        with _notes() as note:
+            report = measure_latency(plan, note)
+    except SideError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if args.json:
+        print(json.dumps(report))
+    else:
+        from prefold.cli.bench_table import print_report
+
+        print_report(report)
+    return 0
+
+
+def parse_layout(layout: str, base: EngineOptions) -> EngineOptions:
+    """Engine options of one --compare, on top of `base`. Leaves with SystemExit(2) if they are wrong."""
+    try:
+        arguments = shlex.split(layout)
+    except ValueError as error:
+        raise ValueError(f"--compare {layout!r}: {error}") from None
+    return tyro.cli(
+        EngineOptions, args=arguments, default=base, prog=f'--compare "{layout}"', config=TYRO_CONFIG
+    )
+
+
+def describe(options: EngineOptions) -> str:
+    """The layout as its user would type it."""
+    text = f"-tp {options.tensor_parallel_size} -pcp {options.prefill_context_parallel_size}"
+    threads = options.threads_per_rank
+    return text if threads is None else f"{text} --threads-per-rank {threads}"
+
+
+def _engine_row(args: LatencyArgs, layout: str) -> RowSpec:
+    from prefold.benchmark.latency import RowSpec
+
+    options = parse_layout(layout, args.engine) if args.compare else args.engine
+    setup = options.for_llm(
+        model=args.model,
+        max_model_len=options.max_model_len or args.input_len + args.output_len,
+        max_num_seqs=1,  # one prompt at a time: no memory for more
+        enable_prefix_caching=False,
+    )
+    return RowSpec(layout, "prefold.benchmark.engine_side", setup)
+
+
+def _peer_row(args: LatencyArgs) -> RowSpec:
+    from prefold.benchmark.latency import RowSpec
+    from prefold.hardware import available_cores
+
+    threads = args.peer_threads or available_cores()
+    # Its large allocations go through malloc: with glibc's it would spend much of its time in page faults.
+    tcmalloc = find_library("tcmalloc_minimal")
+    name = f"{args.peer}, {threads} threads" + (", tcmalloc" if tcmalloc else "")
+    setup = {"model": args.model, "dtype": args.engine.dtype, "threads": threads}
+    environment = {"OMP_NUM_THREADS": str(threads)} | ({"LD_PRELOAD": tcmalloc} if tcmalloc else {})
+    return RowSpec(name, "prefold.benchmark.peer_side", setup, environment)
+
+
+@contextmanager
+def _notes() -> Iterator[Callable[[str], None]]:
+    """What is going on, on stderr: one changing line on a terminal, lines elsewhere."""
+    if not sys.stderr.isatty():
+        yield lambda text: print(text, file=sys.stderr, flush=True)
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("") as status:
+        yield lambda text: status.update(text)
