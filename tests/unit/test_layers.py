@@ -6,12 +6,14 @@ from torch.nn import functional as F
 
 from prefold.layers.linear import (
     CONVERT_WEIGHT_FROM,
+    MLP_TILE,
     ColumnParallelLinear,
     Env,
     GatedMLP,
     Linear,
     RowParallelLinear,
     matmul,
+    prepared,
 )
 from prefold.layers.norm import ROWS_PER_PASS, RMSNorm
 from prefold.testing.threads import run_threads, single_rank
@@ -36,7 +38,8 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> to
 def test_matmul_of_any_two_dtypes(weight_dtype, compute, num_tokens: int):
     x, weight = normal(num_tokens, 32, dtype=compute), normal(24, 32, seed=1, dtype=weight_dtype)
     out = torch.full((num_tokens, 24), float("nan"), dtype=compute)
-    result = matmul(x, weight, out, Workspace(poison=True))
+    env = env_of(weight_dtype, compute)
+    result = matmul(x, prepared(weight, num_tokens, "w", env), out)
     assert result.data_ptr() == out.data_ptr()
     expected = x.double() @ weight.double().t()
     exact = compute == torch.float32 and (weight_dtype == torch.float32 or num_tokens >= EDGE)
@@ -120,7 +123,7 @@ def test_column_then_row_parallel_is_one_mlp(size: int):
     x = normal(5, 8, seed=9)
 
     def rank_main(group):
-        mlp = GatedMLP(8, 16, True, env_of(group=group))
+        mlp = GatedMLP(8, 16, True, "out", env_of(group=group))
         wanted = list(mlp.weights("m"))
         assert {w.name: w.shape for w in wanted} == {k: tuple(v.shape) for k, v in weights.items()}
         for weight in wanted:
@@ -144,3 +147,17 @@ def test_sizes_that_tp_does_not_divide_are_our_mistake():
             RowParallelLinear(7, 8, False, "a", env)
 
     run_threads(2, rank_main)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, MLP_TILE - 1, MLP_TILE, MLP_TILE + 1, 2 * MLP_TILE + 7])
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
+def test_mlp_in_tiles(num_tokens: int, weight_dtype: torch.dtype):
+    """The last tile may be short: its rows still meet the weights that were converted for all."""
+    mlp = GatedMLP(8, 16, False, "out", env_of(weight_dtype))
+    for seed, weight in enumerate(mlp.parameters()):
+        weight.copy_(normal(*weight.shape, seed=seed))
+    x = normal(num_tokens, 8, seed=9)
+    gate, up = (x @ mlp.gate_up.weight.float().t()).chunk(2, dim=-1)
+    expected = F.silu(gate) * up @ mlp.down.weight.float().t()
+    tolerance = 1e-4 if weight_dtype == torch.float32 or num_tokens >= EDGE else 0.5
+    torch.testing.assert_close(mlp(x), expected, rtol=tolerance, atol=tolerance)

@@ -115,7 +115,7 @@ def definition(layer: MoE, x: torch.Tensor) -> torch.Tensor:
 @given(num_tokens=st.integers(0, 120), shared=st.integers(0, 2), seed=st.integers(0, 1000))
 def test_experts_equal_the_definition(num_tokens: int, shared: int, seed: int):
     moe = MoEConfig(8, 2, 16, shared, 1, 1, "sigmoid", "noaux_tc", True, 1.5)
-    layer = MoE(HIDDEN, moe, False, env_of())
+    layer = MoE(HIDDEN, moe, False, "out", env_of())
     fill(layer, seed)
     x = torch.randn(num_tokens, HIDDEN, generator=torch.Generator().manual_seed(seed))
     expected = definition(layer, x)
@@ -124,7 +124,7 @@ def test_experts_equal_the_definition(num_tokens: int, shared: int, seed: int):
 
 def test_all_tokens_to_one_expert():
     moe = MoEConfig(8, 1, 16, 1, 1, 1, "sigmoid", "noaux_tc", True, 1.0)
-    layer = MoE(HIDDEN, moe, False, env_of())
+    layer = MoE(HIDDEN, moe, False, "out", env_of())
     fill(layer, 0)
     layer.router.bias.zero_()
     layer.router.bias[7] = 100.0
@@ -139,7 +139,7 @@ def test_one_all_reduce_for_routed_and_shared_experts():
         calls = []
         reduce = group.all_reduce
         group.all_reduce = lambda x: (calls.append(x.shape), reduce(x))[1]
-        layer = MoE(HIDDEN, moe, True, env_of(group))
+        layer = MoE(HIDDEN, moe, True, "out", env_of(group))
         fill(layer, 0)
         layer(torch.randn(9, HIDDEN, generator=torch.Generator().manual_seed(1)))
         return calls
@@ -151,7 +151,7 @@ def test_one_all_reduce_for_routed_and_shared_experts():
 def test_bfloat16_weights_with_float32_activations(num_tokens: int):
     """Few tokens are rounded to the weights' dtype, many meet weights converted without loss."""
     moe = MoEConfig(4, 2, 16, 1, 1, 1, "sigmoid", "noaux_tc", True, 1.5)
-    layer = MoE(HIDDEN, moe, False, env_of(dtype=torch.bfloat16))
+    layer = MoE(HIDDEN, moe, False, "out", env_of(dtype=torch.bfloat16))
     fill(layer, 0)
     x = torch.randn(num_tokens, HIDDEN, generator=torch.Generator().manual_seed(1))
     error = (layer(x).double() - definition(layer, x)).abs().max()

@@ -29,6 +29,10 @@ Measured on a CPU: bfloat16 wins below about 40 rows, converting wins above.
 """
 
 
+MLP_TILE = 1024
+"""Rows that an MLP computes at a time: its intermediate values are many times wider than its input."""
+
+
 @dataclass(frozen=True)
 class Env:
     """What every layer needs to be built: its TP group, scratch memory and dtypes."""
@@ -40,15 +44,24 @@ class Env:
     device: str
 
 
-def matmul(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, workspace: Workspace) -> torch.Tensor:
-    """out = x @ weight.T for x [n, k], weight [m, k], out [n, m]; x and out share the compute dtype."""
+def prepared(weight: torch.Tensor, num_rows: int, name: str, env: Env) -> torch.Tensor:
+    """`weight` in the dtype in which `num_rows` rows meet it best: itself, or a copy in buffer `name`."""
+    if weight.dtype == env.compute_dtype or num_rows < CONVERT_WEIGHT_FROM:
+        return weight
+    return env.workspace.get(name, weight.shape, env.compute_dtype).copy_(weight)
+
+
+def matmul(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """out = x @ weight.T for x [n, k], weight [m, k], out [n, m]; x and out share a dtype."""
     if weight.dtype == x.dtype:
         return torch.mm(x, weight.t(), out=out)
-    if x.shape[0] >= CONVERT_WEIGHT_FROM:
-        converted = workspace.get("linear.weight", weight.shape, x.dtype)
-        converted.copy_(weight)
-        return torch.mm(x, converted.t(), out=out)
     return out.copy_(F.linear(x.to(weight.dtype), weight))
+
+
+def _multiply(x: torch.Tensor, weight: torch.Tensor, role: str, env: Env) -> torch.Tensor:
+    """x @ weight.T in the buffer of `role`."""
+    out = env.workspace.get(role, (x.shape[0], weight.shape[0]), x.dtype)
+    return matmul(x, prepared(weight, x.shape[0], "linear.weight", env), out)
 
 
 class Linear(nn.Module):
@@ -62,8 +75,7 @@ class Linear(nn.Module):
         self.bias = parameter(out_features, dtype=env.compute_dtype, device=env.device) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = self.env.workspace.get(self.role, (x.shape[0], self.weight.shape[0]), x.dtype)
-        matmul(x, self.weight, out, self.env.workspace)
+        out = _multiply(x, self.weight, self.role, self.env)
         return out if self.bias is None else out.add_(self.bias)
 
     def weights(self, prefixes: dict[str, int]) -> Iterator[Weight]:
@@ -95,8 +107,7 @@ class ColumnParallelLinear(nn.Module):
         self.bias = parameter(total, dtype=env.compute_dtype, device=env.device) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = self.env.workspace.get(self.role, (x.shape[0], self.weight.shape[0]), x.dtype)
-        matmul(x, self.weight, out, self.env.workspace)
+        out = _multiply(x, self.weight, self.role, self.env)
         return out if self.bias is None else out.add_(self.bias)
 
     def weights(self, *prefixes: str) -> Iterator[Weight]:
@@ -127,8 +138,7 @@ class RowParallelLinear(nn.Module):
 
     def partial(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's summand [n, out_features], without the bias."""
-        out = self.env.workspace.get(self.role, (x.shape[0], self.weight.shape[0]), x.dtype)
-        return matmul(x, self.weight, out, self.env.workspace)
+        return _multiply(x, self.weight, self.role, self.env)
 
     def finish(self, out: torch.Tensor) -> torch.Tensor:
         """Sum the ranks' summands and add the bias once, in place."""
@@ -144,24 +154,56 @@ class RowParallelLinear(nn.Module):
 class GatedMLP(nn.Module):
     """down(silu(gate(x)) * up(x)), split over the intermediate dim. x [n, hidden] -> [n, hidden]."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool, env: Env) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool, role: str, env: Env) -> None:
         super().__init__()
+        self.env = env
         self.gate_up = ColumnParallelLinear(hidden_size, [intermediate_size] * 2, bias, "mlp.gate_up", env)
-        self.down = RowParallelLinear(intermediate_size, hidden_size, bias, "mlp.out", env)
+        self.down = RowParallelLinear(intermediate_size, hidden_size, bias, role, env)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(silu_and_mul_(self.gate_up(x)))
+        return self.down.finish(self.partial(x))
 
     def partial(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's summand, to be given to `down.finish`."""
-        return self.down.partial(silu_and_mul_(self.gate_up(x)))
+        out = self.env.workspace.get(self.down.role, x.shape, x.dtype)
+        mlp = prepared_mlp(self.gate_up.weight, self.down.weight, x.shape[0], self.env)
+        for rows in tiles(x.shape[0]):
+            gated_mlp(x[rows], *mlp, out[rows], self.env, self.gate_up.bias)
+        return out
 
     def weights(self, prefix: str) -> Iterator[Weight]:
         yield from self.gate_up.weights(f"{prefix}.gate_proj", f"{prefix}.up_proj")
         yield from self.down.weights(f"{prefix}.down_proj")
 
 
-def silu_and_mul_(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up for gate_up [n, 2 * width], written over the gate half; a view [n, width]."""
+def tiles(num_rows: int) -> Iterator[slice]:
+    """The rows in tiles of MLP_TILE."""
+    for start in range(0, num_rows, MLP_TILE):
+        yield slice(start, min(start + MLP_TILE, num_rows))
+
+
+def prepared_mlp(
+    gate_up: torch.Tensor, down: torch.Tensor, num_rows: int, env: Env
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both weights of an MLP, see `prepared`."""
+    return prepared(gate_up, num_rows, "mlp.w_gate_up", env), prepared(down, num_rows, "mlp.w_down", env)
+
+
+def gated_mlp(
+    x: torch.Tensor,
+    w_gate_up: torch.Tensor,
+    w_down: torch.Tensor,
+    out: torch.Tensor,
+    env: Env,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """One tile: x [n, hidden], w_gate_up [2 * width, hidden], w_down [hidden, width] -> out [n, hidden].
+
+    `bias` [2 * width] belongs to gate and up.
+    """
+    gate_up = env.workspace.get("mlp.gate_up", (x.shape[0], w_gate_up.shape[0]), x.dtype)
+    matmul(x, w_gate_up, gate_up)
+    if bias is not None:
+        gate_up.add_(bias)
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate, inplace=True).mul_(up)
+    return matmul(F.silu(gate, inplace=True).mul_(up), w_down, out)

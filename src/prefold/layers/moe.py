@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from prefold.config import MoEConfig
-from prefold.layers.linear import Env, GatedMLP, matmul, silu_and_mul_
+from prefold.layers.linear import Env, GatedMLP, gated_mlp, prepared_mlp, tiles
 from prefold.layers.weight import Weight, parameter, shard, whole
 
 
@@ -75,24 +75,24 @@ class MoE(nn.Module):
     every expert's intermediate dim.
     """
 
-    def __init__(self, hidden_size: int, moe: MoEConfig, bias: bool, env: Env) -> None:
+    def __init__(self, hidden_size: int, moe: MoEConfig, bias: bool, role: str, env: Env) -> None:
         super().__init__()
         assert moe.intermediate_size % env.tp.size == 0
-        self.moe, self.env = moe, env
+        self.moe, self.role, self.env = moe, role, env
         self.router = Router(hidden_size, moe, env)
         self.width = moe.intermediate_size // env.tp.size
         like = {"dtype": env.weight_dtype, "device": env.device}
         self.gate_up = parameter(moe.num_experts, 2 * self.width, hidden_size, **like)
         self.down = parameter(moe.num_experts, hidden_size, self.width, **like)
         shared_size = moe.intermediate_size * moe.num_shared_experts
-        self.shared = GatedMLP(hidden_size, shared_size, bias, env) if shared_size else None
+        self.shared = GatedMLP(hidden_size, shared_size, bias, role, env) if shared_size else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights, ids = self.router(x)
         if self.shared is not None:
             out = self.shared.partial(x)
         else:
-            out = self.env.workspace.get("mlp.out", x.shape, x.dtype).zero_()
+            out = self.env.workspace.get(self.role, x.shape, x.dtype).zero_()
         self._add_experts_(out, x, weights, ids)
         if self.shared is not None:
             return self.shared.down.finish(out)
@@ -107,19 +107,18 @@ class MoE(nn.Module):
         order = flat_ids.argsort(stable=True)
         tokens = order // self.moe.top_k
         sorted_weights = weights.flatten()[order].to(x.dtype)
-        end = 0
+        start = 0
         for expert, count in enumerate(flat_ids.bincount(minlength=self.moe.num_experts).tolist()):
             if count == 0:
                 continue
-            mine = slice(end, end + count)
-            end += count
-            rows = workspace.get("moe.rows", (count, hidden), x.dtype)
-            torch.index_select(x, 0, tokens[mine], out=rows)
-            gate_up = workspace.get("moe.gate_up", (count, 2 * self.width), x.dtype)
-            matmul(rows, self.gate_up[expert], gate_up, workspace)
-            result = workspace.get("moe.down", (count, hidden), x.dtype)
-            matmul(silu_and_mul_(gate_up), self.down[expert], result, workspace)
-            out.index_add_(0, tokens[mine], result.mul_(sorted_weights[mine, None]))
+            mlp = prepared_mlp(self.gate_up[expert], self.down[expert], count, self.env)
+            for tile in tiles(count):
+                mine = slice(start + tile.start, start + tile.stop)
+                rows = workspace.get("moe.rows", (tile.stop - tile.start, hidden), x.dtype)
+                torch.index_select(x, 0, tokens[mine], out=rows)
+                result = gated_mlp(rows, *mlp, workspace.get("moe.result", rows.shape, x.dtype), self.env)
+                out.index_add_(0, tokens[mine], result.mul_(sorted_weights[mine, None]))
+            start += count
 
     def weights(self, prefix: str, names: Container[str]) -> Iterator[Weight]:
         """`names`: the checkpoint's tensors. They tell whether its experts are stacked or apart."""

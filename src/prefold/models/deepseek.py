@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from prefold.workspace import Workspace
 
 
+DELTA = "layer.delta"
+# Role of what attention and MLP add to the residual stream: each is added before the other is computed.
+
+
 class AttentionContext(Protocol):
     """Attention of one forward over the paged cache; the model knows no more of it."""
 
@@ -60,7 +64,7 @@ class MLAttention(nn.Module):
         self.kv_a_norm = RMSNorm(mla.kv_lora_rank, config.qk_norm_eps, env)
         kv_rows = self.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim)
         self.w_kv_b = parameter(kv_rows, mla.kv_lora_rank, dtype=env.weight_dtype, device=env.device)
-        self.o_proj = RowParallelLinear(config.num_heads * mla.v_head_dim, hidden, bias, "attn.o", env)
+        self.o_proj = RowParallelLinear(config.num_heads * mla.v_head_dim, hidden, bias, DELTA, env)
 
     def forward(self, x: torch.Tensor, rope_rows: torch.Tensor, ctx: AttentionContext) -> torch.Tensor:
         """x [T, hidden], normed -> [T, hidden]."""
@@ -104,9 +108,9 @@ class DecoderLayer(nn.Module):
         self.post_attention_norm = RMSNorm(hidden, eps, env)
         if config.moe_layers[layer_idx]:
             assert config.moe is not None
-            self.mlp = MoE(hidden, config.moe, config.mlp_bias, env)
+            self.mlp = MoE(hidden, config.moe, config.mlp_bias, DELTA, env)
         else:
-            self.mlp = GatedMLP(hidden, config.intermediate_size, config.mlp_bias, env)
+            self.mlp = GatedMLP(hidden, config.intermediate_size, config.mlp_bias, DELTA, env)
 
     def weights(self, prefix: str, names: Container[str]) -> Iterator[Weight]:
         yield from self.input_norm.weights(f"{prefix}.input_layernorm")
