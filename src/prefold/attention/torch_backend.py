@@ -14,8 +14,8 @@ class TorchBackend:
     """torch's flash kernel on CPU, a blocked softmax elsewhere.
 
     The flash kernel returns its own LSE and takes strided inputs, but wants one head size for
-    queries and values, aligns a causal mask top-left, and dies on zero keys: values are padded,
-    only squares are causal, empty inputs return early. Queries go in blocks, so that the result
+    queries and values, aligns a causal mask top-left, and dies on zero keys: the narrower ones are
+    padded, only squares are causal, empty inputs return early. Queries go in blocks, so that the result
     it allocates stays small enough for the allocator to recycle.
     """
 
@@ -44,7 +44,9 @@ class TorchBackend:
             q, out, lse = q.view(-1, 1, q.shape[-1]), out.view(-1, 1, out.shape[-1]), lse.view(-1, 1)
             num_queries = q.shape[0]
         v_dim = out.shape[-1]
-        v = self._padded(v, q.shape[-1])
+        head_dim = max(q.shape[-1], v_dim)
+        q, k = self._padded("q", q, head_dim), self._padded("k", k, head_dim)
+        v = self._padded("v", v[..., :head_dim], head_dim)
         for start in range(0, num_queries, self._query_block):
             rows = slice(start, min(start + self._query_block, num_queries))
             if causal and start > 0:
@@ -55,12 +57,13 @@ class TorchBackend:
             part, part_lse = self._kernel(q[rows], k[keys], v[keys], scale, causal)
             merge_(out[rows], lse[rows], part[..., :v_dim], part_lse)
 
-    def _padded(self, v: torch.Tensor, head_dim: int) -> torch.Tensor:
-        if v.shape[-1] == head_dim:
-            return v
-        padded = self._workspace.get("attention.v_padded", (*v.shape[:-1], head_dim), v.dtype)
-        padded[..., : v.shape[-1]].copy_(v)
-        padded[..., v.shape[-1] :].zero_()
+    def _padded(self, name: str, x: torch.Tensor, head_dim: int) -> torch.Tensor:
+        """`x` with zeros behind each head's elements: they add nothing to a score or a value."""
+        if x.shape[-1] == head_dim:
+            return x
+        padded = self._workspace.get(f"attention.{name}_padded", (*x.shape[:-1], head_dim), x.dtype)
+        padded[..., : x.shape[-1]].copy_(x)
+        padded[..., x.shape[-1] :].zero_()
         return padded
 
     @staticmethod
