@@ -43,15 +43,14 @@ def _measure(llm: LLM, token_ids: list[int], output_len: int) -> dict[str, Any]:
         "rank_tokens": metrics.rank_tokens,
         "rank_causal_pairs": metrics.rank_causal_pairs,
         "bytes_sent": metrics.bytes_sent,
-        "peak_memory_bytes": _peak_memory(llm.engine.config.parallel.world_size),
+        "peak_memory_bytes": _peak_memory(),
     }
 
 
-def _peak_memory(world_size: int) -> int:
-    """Largest resident memory that any rank has had: this process, or one of its children."""
+def _peak_memory() -> int:
+    """Largest resident memory that any rank has had. Ranks are this process or its children."""
     own = psutil.Process()
-    ranks = own.children() if world_size > 1 else [own]
-    return max((_high_water_mark(rank.pid) for rank in ranks), default=0)
+    return max(_high_water_mark(process.pid) for process in (own, *own.children()))
 
 
 def _high_water_mark(pid: int) -> int:

@@ -11,12 +11,14 @@ from tyro.conf import arg
 
 from prefold.cli.options import number, text
 from prefold.cli.progress import make_progress
-from prefold.cli.run import RunResult, run_requests
-from prefold.config import EngineConfig, checkpoint_folder
+from prefold.cli.run import run_requests
+from prefold.config import checkpoint_folder
 from prefold.request import SamplingParams
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from prefold.cli.demo_picture import DemoRun
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 """Of the repository: the demo's document and question are shipped there, not in the package."""
@@ -46,25 +48,6 @@ class DemoArgs:
     ] = None
     question: Annotated[str | None, text("TEXT")] = None
     max_tokens: Annotated[int, number()] = 48
-
-
-@dataclass
-class DemoRun:
-    """One run: how it was laid out and what came of it."""
-
-    name: str
-    config: EngineConfig
-    result: RunResult
-
-    @property
-    def ttft_s(self) -> float:
-        ttft_s = self.result.outputs[0].metrics.ttft_s
-        assert ttft_s is not None
-        return ttft_s
-
-    @property
-    def token_ids(self) -> list[int]:
-        return self.result.outputs[0].outputs[0].token_ids
 
 
 def run(args: DemoArgs) -> int:
@@ -114,6 +97,7 @@ def _prompt(model: Path, document: str, question: str) -> list[int]:
 
 def _run(console: Console, model: Path, prompt: list[int], params: SamplingParams, ranks: int) -> DemoRun:
     """Load the model on that many ranks, generate, and say how long the first token took."""
+    from prefold.cli.demo_picture import DemoRun
     from prefold.engine.llm import LLM
 
     name = "1 rank" if ranks == 1 else f"{ranks} ranks"

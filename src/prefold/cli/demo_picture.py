@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.console import Console
@@ -11,10 +11,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from prefold.cli.run import RunResult
+from prefold.config import EngineConfig
 from prefold.distributed.pcp_layout import partition
-
-if TYPE_CHECKING:
-    from prefold.cli.demo import DemoRun
 
 RANK_STYLES = (
     "white on blue",
@@ -29,6 +28,25 @@ RANK_STYLES = (
 """Colours of the ranks; each cell shows the rank's number as well."""
 
 PICTURE_ROWS = 10
+
+
+@dataclass
+class DemoRun:
+    """One run: how it was laid out and what came of it."""
+
+    name: str
+    config: EngineConfig
+    result: RunResult
+
+    @property
+    def ttft_s(self) -> float:
+        ttft_s = self.result.outputs[0].metrics.ttft_s
+        assert ttft_s is not None
+        return ttft_s
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.result.outputs[0].outputs[0].token_ids
 
 
 def print_head(

@@ -1,0 +1,1 @@
+"""Requests in, steps planned, outputs out. No torch: only `executor` knows what computes."""
