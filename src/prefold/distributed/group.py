@@ -38,7 +38,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 SLOT_BYTES = 4 << 20
-"""Default size of a shared-memory slot: larger messages go in pieces, larger gathers let it grow."""
+"""Default size of a shared-memory slot for started gathers."""
 
 Result = TypeVar("Result")
 
@@ -109,11 +109,13 @@ class Group:
         timeout_s: how long a call may take.
         pg: process group over `ranks`; not needed by a group of size 1. "shm" uses it to set up.
         store: the rendezvous store, by which gloo finds out who is missing.
-        slot_bytes: shared memory for a message; each rank has two such slots.
+        slot_bytes: shared memory for what `start_all_gather` sends; each rank has two such slots, and they
+            grow when a larger tensor comes.
         can_spin: waiting may keep a core busy; pass False if there are more ranks than cores.
 
     Attributes:
         rank, size: place in the group, ranks in the group.
+        transport: what is in use: "shm", "gloo", or "none" for a group of size 1.
         traffic: `{"<name>.<op>": [calls, bytes]}`; bytes are what this rank hands to the collective
             (`x.nbytes`; for a broadcast only at its source), whatever the transport makes of them.
     """
@@ -142,13 +144,16 @@ class Group:
         self._timeout_s = timeout_s
         self._sequence = 0
         self._collectives: Collectives | None = None
+        self.transport = "none"
         if self.size == 1:
             return
         assert pg is not None, f"group {name!r} has {self.size} ranks and no process group"
         if transport == "shm":
             waiter = Waiter(timeout_s, can_spin)
             self._collectives = self._share_memory(pg, slot_bytes, waiter)
+            self.transport = "shm"
         if self._collectives is None:
+            self.transport = "gloo"
             self._collectives = TorchCollectives(self.ranks, self.rank, pg, timeout_s, store)
 
     def _share_memory(self, pg: dist.ProcessGroup, slot_bytes: int, waiter: Waiter) -> ShmCollectives | None:
@@ -171,7 +176,7 @@ class Group:
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum `x` over the ranks, in place, and return it. Adds in float32; all ranks get equal bits."""
         if self._collectives is not None and x.numel():
-            flat = x.reshape(-1)
+            flat = x.contiguous().view(-1)
             self._call("all_reduce", x.nbytes, lambda c: c.all_reduce(flat))
             if not x.is_contiguous():
                 x.copy_(flat.view(x.shape))
@@ -186,7 +191,7 @@ class Group:
         assert out.shape == (self.size, *x.shape), (out.shape, x.shape)
         assert out.is_contiguous()
         if x.numel():
-            flat, flat_out = x.reshape(-1), out.view(self.size, -1)
+            flat, flat_out = x.contiguous().view(-1), out.view(self.size, -1)
             self._call("all_gather", x.nbytes, lambda c: c.all_gather(flat, flat_out))
         return out
 
@@ -201,7 +206,7 @@ class Group:
         assert out.shape == x.shape[1:], (out.shape, x.shape)
         assert out.is_contiguous()
         if x.numel():
-            flat, flat_out = x.reshape(self.size, -1), out.view(-1)
+            flat, flat_out = x.contiguous().view(self.size, -1), out.view(-1)
             self._call("reduce_scatter", x.nbytes, lambda c: c.reduce_scatter(flat, flat_out))
         return out
 
@@ -209,7 +214,7 @@ class Group:
         """Overwrite `x` with that of rank `src` of the group, and return it."""
         assert 0 <= src < self.size, (src, self.size)
         if self._collectives is not None and x.numel():
-            flat = x.reshape(-1)
+            flat = x.contiguous().view(-1)
             num_bytes = x.nbytes if self.rank == src else 0
             self._call("broadcast", num_bytes, lambda c: c.broadcast(flat, src))
             if not x.is_contiguous():
@@ -224,13 +229,13 @@ class Group:
     def start_all_gather(self, x: torch.Tensor) -> Gather:
         """Begin to gather `x` and return at once; `x` may be overwritten after `wait`.
 
-        At most two gathers of a group may be unreleased at a time, counting the one being started;
-        other collectives of the group may run in between if only one is.
+        A gather must be released before the second gather after it is started: two can be in
+        flight. Other collectives of the group may run in between.
         """
         if self._collectives is None or x.numel() == 0:
             parts = [x] * self.size
             return Gather(lambda: parts, lambda: None)
-        flat = x.reshape(-1)
+        flat = x.contiguous().view(-1)
         pending = self._call("all_gather", x.nbytes, lambda c: c.start_all_gather(flat))
         sequence = self._sequence
 

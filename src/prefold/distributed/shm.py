@@ -119,7 +119,7 @@ class Channel:
         if x is not None:
             last = sequence - NUM_SLOTS
             assert self._counters[self._rank][CONSUMED] >= last, (
-                f"message {last} was not released: at most {NUM_SLOTS} may be in use"
+                f"message {last} must be released before message {sequence} is put"
             )
             self._wait(CONSUMED, last)
             self.read(self._rank, sequence, x.numel(), x.dtype).view(x.shape).copy_(x)

@@ -9,6 +9,9 @@ import torch
 
 from prefold.distributed.shm import Channel, Exchange, Waiter
 
+PIECE_BYTES = 1 << 20
+"""Large tensors move in pieces of this size, which stay in the caches between writer and readers."""
+
 SUM_BLOCK = 16384
 """Elements summed at a time: the partial sums stay in the first-level caches."""
 
@@ -35,15 +38,23 @@ class ShmGather:
 
 
 class ShmCollectives:
-    """See `group.Collectives`. Messages larger than a slot go in pieces, except `start_all_gather`,
-    whose result is read in place: it lets the slots grow, on all ranks together."""
+    """See `group.Collectives`.
+
+    Started gathers have a channel of their own: whatever their number, they never hold the slots that
+    other ops need. Their result is read in place and must fit into a slot, so their slots
+    grow when needed, on all ranks together. The other ops move large tensors in pieces.
+
+    Args:
+        slot_bytes: first size of the slots for started gathers.
+    """
 
     def __init__(self, rank: int, size: int, slot_bytes: int, waiter: Waiter, exchange: Exchange) -> None:
         self._rank = rank
         self._size = size
         self._waiter = waiter
         self._exchange = exchange
-        self._channel = Channel(rank, size, slot_bytes, waiter, exchange)
+        self._channel = Channel(rank, size, min(slot_bytes, PIECE_BYTES), waiter, exchange)
+        self._gathers = Channel(rank, size, slot_bytes, waiter, exchange)
         with torch.inference_mode(False):
             self._sum = torch.empty(SUM_BLOCK, dtype=torch.float32)
             self._term = torch.empty(SUM_BLOCK, dtype=torch.float32)
@@ -86,13 +97,13 @@ class ShmCollectives:
         self._channel.release(sequence)
 
     def start_all_gather(self, x: torch.Tensor) -> ShmGather:
-        if x.nbytes > self._channel.slot_bytes:
+        if x.nbytes > self._gathers.slot_bytes:
             # Nobody may be missing when memory is exchanged. Gathers still in flight keep the old channel.
             self.barrier()
-            slot_bytes = max(2 * self._channel.slot_bytes, 1 << (x.nbytes - 1).bit_length())
-            self._channel = Channel(self._rank, self._size, slot_bytes, self._waiter, self._exchange)
-        sequence = self._channel.put(x)
-        return ShmGather(self._channel, self._size, sequence, x.numel(), x.dtype)
+            slot_bytes = max(2 * self._gathers.slot_bytes, 1 << (x.nbytes - 1).bit_length())
+            self._gathers = Channel(self._rank, self._size, slot_bytes, self._waiter, self._exchange)
+        sequence = self._gathers.put(x)
+        return ShmGather(self._gathers, self._size, sequence, x.numel(), x.dtype)
 
     def _pieces(self, x: torch.Tensor, copies: int = 1) -> Iterator[slice]:
         """Ranges of the flat `x` of which `copies` fit into a slot."""

@@ -49,7 +49,7 @@ def _run(job: RankJob, rendezvous: Path) -> object:
         job.slot_bytes or SLOT_BYTES,
     )
     try:
-        return getattr(module, name)(RankContext(job.rank, world_size, job.mesh, groups), *args)
+        return getattr(module, name)(RankContext(job.rank, world_size, job.mesh, groups, store), *args)
     finally:
         shutdown_distributed()
 

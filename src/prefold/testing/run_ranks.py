@@ -15,6 +15,7 @@ from typing import Any
 
 from prefold.distributed.group import Group
 from prefold.distributed.mesh import Mesh
+from prefold.distributed.torch_collectives import Store
 
 POLL_S = 0.01
 OUTPUT_TAIL = 4000
@@ -23,12 +24,13 @@ OUTPUT_TAIL = 4000
 
 @dataclass(frozen=True)
 class RankContext:
-    """What a rank is given. `groups` has "tp" and "pcp"."""
+    """What a rank is given. `groups` has "tp" and "pcp"; `store` lets it make more with `make_groups`."""
 
     rank: int
     world_size: int
     mesh: Mesh
     groups: dict[str, Group]
+    store: Store | None
 
 
 class RankError(RuntimeError):
