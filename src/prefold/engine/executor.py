@@ -19,7 +19,7 @@ import tempfile
 import weakref
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -27,6 +27,9 @@ import prefold
 from prefold.config import EngineConfig
 from prefold.step import ModelRunnerOutput, SchedulerOutput
 from prefold.worker.main import ERROR, OUTPUT, QUIT, READY, STEP, WorkerFailure, WorkerSetup
+
+if TYPE_CHECKING:
+    from prefold.worker.worker import Worker
 
 logger = logging.getLogger("prefold")
 
@@ -67,15 +70,17 @@ class InProcessExecutor:
     def __init__(self, config: EngineConfig) -> None:
         from prefold.worker.worker import start_worker  # imports torch: only where a rank runs
 
-        self._worker = start_worker(config, rank=0, init_file=None)
+        self._worker: Worker | None = start_worker(config, rank=0, init_file=None)
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        if self._worker is None:
+            raise EngineDeadError("the engine was shut down")
         output = self._worker.execute(step)
         assert output is not None
         return output
 
     def shutdown(self) -> None:
-        del self._worker
+        self._worker = None
 
 
 class MultiProcessExecutor:
