@@ -137,6 +137,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int
     max_model_len: int
 
+
 @dataclass(frozen=True)
 class RuntimeConfig:
     """How a rank computes, as against what.

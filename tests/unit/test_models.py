@@ -241,7 +241,7 @@ class FixedContext:
     def __init__(self, config: ModelConfig) -> None:
         self._out = torch.ones(300, config.num_heads * config.mla.v_head_dim)
 
-    def attend(self, layer_idx, q, kv, w_kv_b):
+    def attend(self, layer_idx, q, kv, w_uk, w_uv):
         return self._out[: q.shape[0]]
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
@@ -10,14 +12,17 @@ import torch
 class AttentionContext(Protocol):
     """Handed to a model's forward; knows the batch, the cache and the ranks. The model does not."""
 
-    def attend(self, layer_idx: int, q: torch.Tensor, kv: torch.Tensor, w_kv_b: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self, layer_idx: int, q: torch.Tensor, kv: torch.Tensor, w_uk: torch.Tensor, w_uv: torch.Tensor
+    ) -> torch.Tensor:
         """Causal MLA attention of the step's tokens over their requests' histories.
 
         Args:
             layer_idx: layer on this rank, from 0.
             q: [num_tokens, num_heads, qk_nope + qk_rope], rotary embedding applied.
             kv: [num_tokens, kv_lora_rank + qk_rope], `kv_c | k_pe`, normalised and rotated.
-            w_kv_b: [num_heads * (qk_nope + v), kv_lora_rank], rows of a head: nope, then v.
+            w_uk: [num_heads, qk_nope, kv_lora_rank], up-projection of keys, in the weights' dtype.
+            w_uv: [num_heads, v_head_dim, kv_lora_rank], up-projection of values.
 
         Returns:
             [num_tokens, num_heads * v_head_dim]; valid until the next call.
@@ -25,31 +30,46 @@ class AttentionContext(Protocol):
         ...
 
 
-class AttentionBackend(Protocol):
-    """A kernel for rectangles (every query sees every key) and squares on the causal diagonal."""
+@dataclass(frozen=True)
+class Queries:
+    """Queries of one request: q [num_tokens, num_heads, qk_dim] over keys of `num_kv_heads` heads."""
 
-    def attend_(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        scale: float,
-        causal: bool,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-    ) -> None:
-        """Merge softmax(scale * q k^T) v into the running state `(out, lse)`.
+    q: torch.Tensor
+    num_kv_heads: int
+    v_dim: int
+
+
+class AttentionBackend(Protocol):
+    """A kernel: rectangles (every query sees every key) and squares on the causal diagonal, summed
+    up in a state per request. `Any` is the kernel's own state."""
+
+    def start(self, queries: Sequence[Queries], scale: float) -> list[Any]:
+        """Empty states for the queries of a layer; those of the last call are lost."""
+        ...
+
+    def keys(self, num_kv_heads: int, num_keys: int, qk_dim: int) -> torch.Tensor:
+        """A buffer for a tile's keys, [num_kv_heads, num_keys, >= qk_dim] float32: the first qk_dim
+        elements are to be filled. Valid until the next call."""
+        ...
+
+    def attend_(self, state: Any, tokens: slice, k: torch.Tensor, v: torch.Tensor, causal: bool) -> None:
+        """Add keys and values to the softmax of some of a state's tokens.
 
         Args:
-            q: [num_queries, num_heads, qk_dim] float32.
-            k: [num_keys, num_kv_heads, qk_dim] float32; num_kv_heads divides num_heads.
-            v: [num_keys, num_kv_heads, >= v_dim] float32; elements beyond v_dim are ignored, so
-                that the latent can be key and value at once.
-            scale: factor on the scores.
-            causal: query i sees keys 0..i; num_queries must equal num_keys.
-            out: [num_queries, num_heads, v_dim] float32, changed.
-            lse: [num_queries, num_heads] float32, changed.
+            tokens: of the state.
+            k: what `keys` returned, filled.
+            v: [num_kv_heads, num_keys, v_dim] float32, any strides but the last.
+            causal: token tokens.start + i sees keys 0..i; there must be as many of both.
 
-        Either num_queries or num_keys may be 0: nothing changes then.
+        No tokens or no keys change nothing.
         """
+        ...
+
+    def finish(self, state: Any, out: torch.Tensor) -> None:
+        """Write the result to out [num_tokens, num_heads, v_dim], 0 for tokens that saw no key.
+        The state is used up."""
+        ...
+
+    def lse(self, state: Any) -> torch.Tensor:
+        """[num_tokens, num_heads] float32, natural log, -inf for tokens that saw no key."""
         ...

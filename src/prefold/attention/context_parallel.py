@@ -8,12 +8,12 @@ rank; their KV joins the other replicas once, at the end of the step (worker/pcp
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
-from prefold.attention.backend import AttentionBackend
+from prefold.attention.backend import AttentionBackend, Queries
 from prefold.attention.mla import KVProjection, prefer_absorbed
 from prefold.attention.walk import (
     RequestWork,
@@ -85,7 +85,9 @@ class ContextParallelAttention:
         """Set the step that the coming `attend` calls, one per layer, belong to."""
         self._plan = plan
 
-    def attend(self, layer_idx: int, q: torch.Tensor, kv: torch.Tensor, w_kv_b: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self, layer_idx: int, q: torch.Tensor, kv: torch.Tensor, w_uk: torch.Tensor, w_uv: torch.Tensor
+    ) -> torch.Tensor:
         """See AttentionContext.attend."""
         plan = self._plan
         assert plan is not None
@@ -96,23 +98,21 @@ class ContextParallelAttention:
         gather = None
         if plan.gather_tokens > 0:
             gather = self._pcp_group.start_all_gather(new_kv[: plan.gather_tokens])
-        slots.index_copy_(
-            0, plan.decode_slots[self._pcp_group.rank], new_kv[plan.num_prefill_tokens : plan.num_tokens]
-        )
+        own_decode = new_kv[plan.num_prefill_tokens : plan.num_tokens]
+        slots.index_copy_(0, plan.decode_slots[self._pcp_group.rank], own_decode)
 
-        projection = KVProjection(self._mla, w_kv_b, self._compute_dtype, self._workspace)
-        walker = Walker(self._backend, self._workspace, cache, new_kv, self._scale, self._tile_tokens)
-        layer = _LayerQueries(plan, projection, q, self._workspace)
-        prefill = layer.prefill_walks()
-        for walk in prefill:
+        projection = KVProjection(self._mla, w_uk, w_uv, self._compute_dtype, self._backend, self._workspace)
+        walker = Walker(self._backend, self._workspace, cache, new_kv, self._tile_tokens)
+        layer = _LayerQueries(plan, projection, q, self._scale, self._backend, self._workspace)
+        for walk in layer.prefill:
             walker.run(walk, segments_before_gather(walk.work))
-        for walk in layer.decode_walks():
+        for walk in layer.decode:
             walker.run(walk, [Segment(0, walk.work.num_keys, 0)])
         if gather is not None:
             for rank_slots, rank_kv in zip(plan.gather_slots, gather.wait(), strict=True):
                 slots.index_copy_(0, rank_slots, rank_kv[: rank_slots.shape[0]])
             gather.release()
-        for walk in prefill:
+        for walk in layer.prefill:
             walker.run(walk, segments_after_gather(walk.work))
         out = self._workspace.get(
             "attention.out", (q.shape[0], q.shape[1] * self._mla.v_head_dim), self._compute_dtype
@@ -129,71 +129,62 @@ class ContextParallelAttention:
 
 
 class _LayerQueries:
-    """Queries and running states of one layer, each request in its cheaper form.
+    """One layer's queries, each request in the form that is cheaper for it.
 
-    Long prefills are up-projected; short extends and decode tokens are absorbed. The absorbed
-    ones have rows of their own: `absorbed_rows` are their rows in the local batch, runs of it.
+    Long prefills are up-projected; short extends and decode tokens are absorbed. Absorbed tokens
+    have rows of their own in `latent_q` and `latent_out`.
     """
 
     def __init__(
-        self, plan: StepPlan, projection: KVProjection, q: torch.Tensor, workspace: Workspace
+        self,
+        plan: StepPlan,
+        projection: KVProjection,
+        q: torch.Tensor,
+        scale: float,
+        backend: AttentionBackend,
+        workspace: Workspace,
     ) -> None:
         mla = projection.mla
-        num_heads = q.shape[1]
-        self._plan = plan
         self._projection = projection
-        self._shorts = [w for w in plan.prefill if prefer_absorbed(mla, w.num_queries, w.num_keys)]
-        self._absorbed_rows = [slice(w.offset, w.offset + w.num_queries) for w in self._shorts]
-        self._absorbed_rows.append(slice(plan.num_prefill_tokens, plan.num_tokens))
-        num_absorbed = sum(rows.stop - rows.start for rows in self._absorbed_rows)
+        self._backend = backend
+        works = (*plan.prefill, *plan.decode)
+        absorbed = [prefer_absorbed(mla, w.num_queries, w.num_keys) for w in plan.prefill]
+        absorbed += [True] * len(plan.decode)
+        # Decode tokens are neighbours in both batches: one projection serves them all.
+        runs = [w.tokens for w, is_absorbed in zip(plan.prefill, absorbed) if is_absorbed]
+        runs.append(slice(plan.num_prefill_tokens, plan.num_tokens))
+        ends = list(accumulate(run.stop - run.start for run in runs))
+        starts = [0, *ends[:-1]]
+        self._absorbed = [(run, slice(*own)) for run, *own in zip(runs, starts, ends) if run.stop > run.start]
+        shape = (ends[-1], q.shape[1])
+        latent_q = workspace.get("attention.latent_q", (*shape, mla.token_dim), torch.float32)
+        self._latent_out = workspace.get("attention.latent_out", (*shape, mla.kv_lora_rank), torch.float32)
+        for run, own in self._absorbed:
+            projection.absorb(q[run], latent_q[own])
 
-        def state(name: str, num_rows: int, dim: int) -> torch.Tensor:
-            return workspace.get(f"attention.{name}", (num_rows, num_heads, dim), torch.float32)
-
-        self._q = q
-        if q.dtype != torch.float32:
-            self._q = state("q", *q.shape[::2]).copy_(q)
-        self._out = state("heads", plan.num_prefill_tokens, mla.v_head_dim).zero_()
-        self._latent_q = state("latent_q", num_absorbed, mla.token_dim)
-        self._latent_out = state("latent", num_absorbed, mla.kv_lora_rank).zero_()
-        self._lse = state("lse", q.shape[0], 1).squeeze(-1).fill_(-torch.inf)
-        for rows, own in self._absorbed():
-            projection.absorb(q[rows], self._latent_q[own])
-
-    def _absorbed(self) -> Iterator[tuple[slice, slice]]:
-        """(rows of the local batch, the same tokens' rows among the absorbed)."""
+        queries: list[Queries] = []
+        self._own_rows: list[slice | None] = []
         start = 0
-        for rows in self._absorbed_rows:
-            end = start + rows.stop - rows.start
-            yield rows, slice(start, end)
-            start = end
-
-    def prefill_walks(self) -> list[Walk]:
-        own_rows = {rows.start: own for rows, own in self._absorbed()}
-        walks = []
-        for work in self._plan.prefill:
-            rows = slice(work.offset, work.offset + work.num_queries)
-            if work in self._shorts:
-                walks.append(self._latent_walk(work, own_rows[work.offset], rows))
+        for work, is_absorbed in zip(works, absorbed):
+            if is_absorbed:
+                own = slice(start, start + work.num_queries)
+                start = own.stop
+                queries.append(Queries(latent_q[own], 1, mla.kv_lora_rank))
+                self._own_rows.append(own)
             else:
-                keys_values = self._projection.head_keys_values
-                walks.append(Walk(work, self._q[rows], self._out[rows], self._lse[rows], keys_values))
-        return walks
-
-    def decode_walks(self) -> list[Walk]:
-        shift = self._latent_q.shape[0] - self._plan.num_tokens
-        walks = []
-        for work in self._plan.decode:
-            rows = slice(work.offset, work.offset + work.num_queries)
-            walks.append(self._latent_walk(work, slice(rows.start + shift, rows.stop + shift), rows))
-        return walks
-
-    def _latent_walk(self, work: RequestWork, own: slice, rows: slice) -> Walk:
-        keys_values = self._projection.latent_keys_values
-        return Walk(work, self._latent_q[own], self._latent_out[own], self._lse[rows], keys_values)
+                queries.append(Queries(q[work.tokens], q.shape[1], mla.v_head_dim))
+                self._own_rows.append(None)
+        walks = [
+            Walk(work, state, projection.latent_keys_values if is_absorbed else projection.head_keys_values)
+            for work, state, is_absorbed in zip(works, backend.start(queries, scale), absorbed)
+        ]
+        self.prefill, self.decode = walks[: len(plan.prefill)], walks[len(plan.prefill) :]
 
     def finish(self, out: torch.Tensor) -> None:
-        """Write all rows' results to `out` [num_tokens, num_heads * v]."""
-        out[: self._plan.num_prefill_tokens].copy_(self._out.flatten(1))
-        for rows, own in self._absorbed():
-            self._projection.unabsorb(self._latent_out[own], out[rows])
+        """Write all results to `out` [num_tokens, num_heads * v]."""
+        by_head = out.view(out.shape[0], -1, self._projection.mla.v_head_dim)
+        for walk, own in zip((*self.prefill, *self.decode), self._own_rows):
+            target = by_head[walk.work.tokens] if own is None else self._latent_out[own]
+            self._backend.finish(walk.state, target)
+        for run, own in self._absorbed:
+            self._projection.unabsorb(self._latent_out[own], out[run])

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import torch
 
+from prefold.attention.backend import AttentionBackend
 from prefold.config import MLAConfig
 from prefold.workspace import Workspace
 
@@ -34,70 +35,76 @@ def prefer_absorbed(mla: MLAConfig, num_queries: int, num_keys: int) -> bool:
 
 
 class KVProjection:
-    """kv_b_proj of one layer in both forms.
+    """The up-projection of one layer's latents, in both forms.
 
     Args:
         mla: dimensions.
-        w_kv_b: [num_heads * (nope + v), kv_lora_rank] in the weights' dtype; rows of a head: nope, then v.
+        w_uk: [num_heads, nope, kv_lora_rank] in the weights' dtype.
+        w_uv: [num_heads, v, kv_lora_rank].
         dtype: compute dtype of the up-projection.
+        backend: gives the buffers that keys go to.
     """
 
     def __init__(
-        self, mla: MLAConfig, w_kv_b: torch.Tensor, dtype: torch.dtype, workspace: Workspace
+        self,
+        mla: MLAConfig,
+        w_uk: torch.Tensor,
+        w_uv: torch.Tensor,
+        dtype: torch.dtype,
+        backend: AttentionBackend,
+        workspace: Workspace,
     ) -> None:
         self.mla = mla
-        self._num_heads = w_kv_b.shape[0] // (mla.qk_nope_head_dim + mla.v_head_dim)
-        self._workspace = workspace
-        self._weight = w_kv_b
+        self._w_uk = w_uk
+        self._w_uv = w_uv
         self._dtype = dtype
-        self._converted: torch.Tensor | None = None
-        per_head = w_kv_b.view(self._num_heads, -1, mla.kv_lora_rank)
-        self._w_uk = per_head[:, : mla.qk_nope_head_dim]  # [num_heads, nope, kv_lora_rank]
-        self._w_uv = per_head[:, mla.qk_nope_head_dim :]  # [num_heads, v, kv_lora_rank]
+        self._backend = backend
+        self._workspace = workspace
+        self._converted: dict[str, torch.Tensor] = {}
 
     def absorb(self, q: torch.Tensor, out: torch.Tensor) -> None:
         """Queries for the latent: [n, num_heads, qk_head_dim] -> out [n, num_heads, token_dim] float32."""
         mla = self.mla
         # Few queries: converting them is cheaper than converting the weight.
-        q_nope = q[..., : mla.qk_nope_head_dim].transpose(0, 1).to(self._weight.dtype)
+        q_nope = q[..., : mla.qk_nope_head_dim].transpose(0, 1).to(self._w_uk.dtype)
         out[..., : mla.kv_lora_rank].copy_(torch.bmm(q_nope, self._w_uk).transpose(0, 1))
         out[..., mla.kv_lora_rank :].copy_(q[..., mla.qk_nope_head_dim :])
 
     def unabsorb(self, attended: torch.Tensor, out: torch.Tensor) -> None:
         """Attended latents to values: [n, num_heads, kv_lora_rank] -> out [n, num_heads * v]."""
-        latent = attended.transpose(0, 1).to(self._weight.dtype)
+        latent = attended.transpose(0, 1).to(self._w_uv.dtype)
         values = torch.bmm(latent, self._w_uv.transpose(1, 2))
-        out.view(-1, self._num_heads, self.mla.v_head_dim).copy_(values.transpose(0, 1))
+        out.view(-1, *values.shape[::2]).copy_(values.transpose(0, 1))
 
     def latent_keys_values(self, latent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[n, token_dim] -> k and v, both [n, 1, token_dim] float32: the values are the latent's head."""
-        if latent.dtype != torch.float32:
-            latent = self._workspace.get("mla.latent", latent.shape, torch.float32).copy_(latent)
-        k = latent.unsqueeze(1)
-        return k, k
+        """[n, token_dim] -> k, v for one KV head: the values are the head of the keys."""
+        k = self._backend.keys(1, *latent.shape)
+        k[0, :, : latent.shape[1]].copy_(latent)
+        return k, k[..., : self.mla.kv_lora_rank]
 
     def head_keys_values(self, latent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[n, token_dim] -> k [n, num_heads, qk_head_dim], v [n, num_heads, v], both float32."""
+        """[n, token_dim] -> k, v [num_heads, n, v] for every head."""
         mla, nope = self.mla, self.mla.qk_nope_head_dim
-        kv = self._up_project(latent[:, : mla.kv_lora_rank])
-        k = self._workspace.get("mla.k", (*kv.shape[:2], mla.qk_head_dim), torch.float32)
-        k[..., :nope].copy_(kv[..., :nope])
-        k[..., nope:].copy_(latent[:, None, mla.kv_lora_rank :])
-        v = kv[..., nope:]
-        if v.dtype != torch.float32:
-            v = self._workspace.get("mla.v", v.shape, torch.float32).copy_(v)
-        return k, v
-
-    def _up_project(self, kv_c: torch.Tensor) -> torch.Tensor:
-        """[n, kv_lora_rank] -> [n, num_heads, nope + v] in compute dtype."""
-        if self._converted is None:
-            # Once per layer and step, however many tiles follow.
-            self._converted = self._weight
-            if self._weight.dtype != self._dtype:
-                self._converted = self._workspace.get("mla.w_kv_b", self._weight.shape, self._dtype)
-                self._converted.copy_(self._weight)
+        kv_c = latent[:, : mla.kv_lora_rank]
         if kv_c.dtype != self._dtype:
             kv_c = self._workspace.get("mla.kv_c", kv_c.shape, self._dtype).copy_(kv_c)
-        out = self._workspace.get("mla.kv_b", (kv_c.shape[0], self._weight.shape[0]), self._dtype)
-        torch.mm(kv_c, self._converted.t(), out=out)
-        return out.view(-1, self._num_heads, self.mla.qk_nope_head_dim + self.mla.v_head_dim)
+        k = self._backend.keys(self._w_uk.shape[0], latent.shape[0], mla.qk_head_dim)
+        k[..., :nope].copy_(self._up_project(kv_c, self._w_uk, "mla.k_nope"))
+        k[..., nope : mla.qk_head_dim].copy_(latent[:, mla.kv_lora_rank :])
+        v = self._up_project(kv_c, self._w_uv, "mla.v")
+        if v.dtype != torch.float32:
+            v = self._workspace.get("mla.v_float32", v.shape, torch.float32).copy_(v)
+        return k, v
+
+    def _up_project(self, kv_c: torch.Tensor, weight: torch.Tensor, name: str) -> torch.Tensor:
+        """[n, kv_lora_rank] by [num_heads, dim, kv_lora_rank] -> [num_heads, n, dim], a view."""
+        num_heads, dim, rank = weight.shape
+        if weight.dtype != self._dtype:
+            # Once per layer and step, however many tiles follow.
+            if name not in self._converted:
+                buffer = self._workspace.get(f"{name}.weight", weight.shape, self._dtype)
+                self._converted[name] = buffer.copy_(weight)
+            weight = self._converted[name]
+        out = self._workspace.get(name, (kv_c.shape[0], num_heads * dim), self._dtype)
+        torch.mm(kv_c, weight.view(-1, rank).t(), out=out)
+        return out.view(-1, num_heads, dim).transpose(0, 1)

@@ -1,96 +1,182 @@
-"""Attention through torch's own kernels."""
+"""Attention in plain torch: batched matrix multiplications around one exponential.
+
+A softmax that keeps a running maximum passes over the scores five times. Here a row has a
+*reference* r instead, and what is summed is exp(score - r). Any r within a few tens of the row's
+maximum does, since float32 holds e^88: so r hardly ever has to move, and what was summed before is
+not rescaled. Subtracting r is free: q carries -r, and every key carries 1, as one more element
+of their dot product. What is left are two matrix multiplications, a maximum that tells whether r
+holds, the exponential, and a sum.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
 import torch
 
-from prefold.attention.lse import merge_
+from prefold.attention.backend import Queries
 from prefold.workspace import Workspace
 
-_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+SLACK = 40.0
+"""How far a score may lie above its row's reference, and a row's first maximum below it."""
+
+ROW_BLOCK, KEY_BLOCK = 512, 1024
+"""Rows and keys of a block of scores: 2 MiB, about a core's second-level cache."""
+
+ALIGNMENT = 8
+"""Elements that the rows of q and k are padded to a multiple of."""
+
+
+@dataclass(frozen=True, eq=False)
+class SoftmaxState:
+    """A request's running softmax. A row is a (token, query head) of a KV head, tokens outermost.
+
+    Attributes:
+        q: [num_kv_heads, rows, qk_dim + 1] float32, scaled; the last element is minus the reference.
+        out: [num_kv_heads, rows, v_dim] float32, sum of exp(score - reference) * value.
+        denominator: [num_kv_heads, rows] float32, sum of exp(score - reference); 0: no key seen yet.
+        rows_per_token: query heads per KV head.
+    """
+
+    q: torch.Tensor
+    out: torch.Tensor
+    denominator: torch.Tensor
+    rows_per_token: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.q.shape[1] // self.rows_per_token
 
 
 class TorchBackend:
-    """torch's flash kernel on CPU, a blocked softmax elsewhere.
+    """See AttentionBackend. Any device that torch has."""
 
-    The flash kernel returns its own LSE and takes strided inputs, but wants one head size for
-    queries and values, aligns a causal mask top-left, and dies on zero keys: the narrower ones are
-    padded, only squares are causal, empty inputs return early. Queries go in blocks, so that the result
-    it allocates stays small enough for the allocator to recycle.
-    """
-
-    def __init__(self, workspace: Workspace, device: torch.device, query_block: int = 512) -> None:
+    def __init__(self, workspace: Workspace) -> None:
         self._workspace = workspace
-        self._query_block = query_block
-        self._kernel = self._flash if device.type == "cpu" else self._blocked
+
+    def start(self, queries: Sequence[Queries], scale: float) -> list[SoftmaxState]:
+        """Empty states for the queries of a layer; those of the last call are lost."""
+        shapes = [(x.num_kv_heads, x.q.shape[0] * x.q.shape[1] // x.num_kv_heads) for x in queries]
+        widths = [_aligned(x.q.shape[2] + 1) for x in queries]
+        all_q = self._carve("q", [(*s, w) for s, w in zip(shapes, widths)])
+        all_out = self._carve("sums", [(*s, x.v_dim) for s, x in zip(shapes, queries)])
+        all_denominators = self._carve("denominators", shapes)
+        states = []
+        for x, q, out, denominator in zip(queries, all_q, all_out, all_denominators):
+            num_tokens, num_heads, qk_dim = x.q.shape
+            group = num_heads // x.num_kv_heads
+            by_head = x.q.view(num_tokens, x.num_kv_heads, group, qk_dim).transpose(0, 1)
+            own = q[..., : qk_dim + 1]
+            own[..., :qk_dim].view(x.num_kv_heads, num_tokens, group, qk_dim).copy_(by_head)
+            own.mul_(scale)
+            own[..., qk_dim].zero_()
+            states.append(SoftmaxState(own, out.zero_(), denominator.zero_(), group))
+        return states
+
+    def keys(self, num_kv_heads: int, num_keys: int, qk_dim: int) -> torch.Tensor:
+        """A buffer for keys, [num_kv_heads, num_keys, qk_dim + 1] float32: fill all but the last element."""
+        shape = (num_kv_heads, num_keys, _aligned(qk_dim + 1))
+        k = self._workspace.get("attention.keys", shape, torch.float32)[..., : qk_dim + 1]
+        k[..., qk_dim].fill_(1.0)
+        return k
 
     def attend_(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        scale: float,
-        causal: bool,
-        out: torch.Tensor,
-        lse: torch.Tensor,
+        self, state: SoftmaxState, tokens: slice, k: torch.Tensor, v: torch.Tensor, causal: bool
     ) -> None:
         """See AttentionBackend.attend_."""
-        num_queries, num_keys = q.shape[0], k.shape[0]
-        assert not causal or num_queries == num_keys, (num_queries, num_keys)
-        if num_queries == 0 or num_keys == 0:
+        num_keys = k.shape[1]
+        assert not causal or tokens.stop - tokens.start == num_keys, (tokens, num_keys)
+        for heads, rows, keys in self._blocks(state, tokens, num_keys, causal):
+            scores = self._workspace.get(
+                "attention.scores",
+                (heads.stop - heads.start, rows.stop - rows.start, keys.stop - keys.start),
+                torch.float32,
+            )
+            torch.bmm(state.q[heads, rows], k[heads, keys].transpose(1, 2), out=scores)
+            if causal:
+                self._mask_future(scores, rows, keys, tokens.start, state.rows_per_token)
+            self._keep_reference(state, heads, rows, scores)
+            scores.exp_()
+            state.denominator[heads, rows].add_(scores.sum(-1))
+            state.out[heads, rows].baddbmm_(scores, v[heads, keys])
+
+    def finish(self, state: SoftmaxState, out: torch.Tensor) -> None:
+        """See AttentionBackend.finish."""
+        seen = state.denominator > 0
+        factor = torch.where(seen, state.denominator, 1.0).reciprocal_()
+        result = state.out.mul_(factor.unsqueeze(-1))
+        heads, _, v_dim = result.shape
+        by_head = result.view(heads, state.num_tokens, state.rows_per_token, v_dim)
+        out.view(state.num_tokens, heads, state.rows_per_token, v_dim).copy_(by_head.transpose(0, 1))
+
+    def lse(self, state: SoftmaxState) -> torch.Tensor:
+        """See AttentionBackend.lse."""
+        lse = torch.log(state.denominator) - state.q[..., -1]
+        by_head = lse.view(lse.shape[0], state.num_tokens, state.rows_per_token)
+        return by_head.transpose(0, 1).flatten(1)
+
+    @staticmethod
+    def _blocks(
+        state: SoftmaxState, tokens: slice, num_keys: int, causal: bool
+    ) -> Iterator[tuple[slice, slice, slice]]:
+        """(heads, rows, keys) whose scores are computed together; none where there is nothing to see.
+
+        Many rows go head by head, few rows go with several heads at a time.
+        """
+        num_heads, group = state.q.shape[0], state.rows_per_token
+        block = max(1, ROW_BLOCK // group)
+        num_rows = (tokens.stop - tokens.start) * group
+        together = 1
+        if num_rows == state.q.shape[1] and num_rows <= ROW_BLOCK and num_keys:
+            per_head = num_rows * min(num_keys, KEY_BLOCK)
+            together = max(1, min(num_heads, ROW_BLOCK * KEY_BLOCK // max(1, per_head)))
+        for head in range(0, num_heads, together):
+            heads = slice(head, min(head + together, num_heads))
+            for start in range(tokens.start, tokens.stop, block):
+                end = min(start + block, tokens.stop)
+                visible = end - tokens.start if causal else num_keys
+                for key in range(0, visible, KEY_BLOCK):
+                    keys = slice(key, min(key + KEY_BLOCK, visible))
+                    yield heads, slice(start * group, end * group), keys
+
+    @staticmethod
+    def _mask_future(scores: torch.Tensor, rows: slice, keys: slice, first_token: int, group: int) -> None:
+        """Token first_token + i sees keys 0..i."""
+        first_row = rows.start // group - first_token
+        if keys.stop - 1 <= first_row:
             return
-        if k.shape[1] == 1 and not causal:
-            # One KV head: heads are further queries of one matrix multiplication.
-            q, out, lse = q.view(-1, 1, q.shape[-1]), out.view(-1, 1, out.shape[-1]), lse.view(-1, 1)
-            num_queries = q.shape[0]
-        v_dim = out.shape[-1]
-        head_dim = max(q.shape[-1], v_dim)
-        q, k = self._padded("q", q, head_dim), self._padded("k", k, head_dim)
-        v = self._padded("v", v[..., :head_dim], head_dim)
-        for start in range(0, num_queries, self._query_block):
-            rows = slice(start, min(start + self._query_block, num_queries))
-            if causal and start > 0:
-                # Below the diagonal square of this block lies a plain rectangle.
-                part, part_lse = self._kernel(q[rows], k[:start], v[:start], scale, False)
-                merge_(out[rows], lse[rows], part[..., :v_dim], part_lse)
-            keys = rows if causal else slice(0, num_keys)
-            part, part_lse = self._kernel(q[rows], k[keys], v[keys], scale, causal)
-            merge_(out[rows], lse[rows], part[..., :v_dim], part_lse)
-
-    def _padded(self, name: str, x: torch.Tensor, head_dim: int) -> torch.Tensor:
-        """`x` with zeros behind each head's elements: they add nothing to a score or a value."""
-        if x.shape[-1] == head_dim:
-            return x
-        padded = self._workspace.get(f"attention.{name}_padded", (*x.shape[:-1], head_dim), x.dtype)
-        padded[..., : x.shape[-1]].copy_(x)
-        padded[..., x.shape[-1] :].zero_()
-        return padded
+        start = max(keys.start, first_row)
+        key = torch.arange(start, keys.stop, device=scores.device)
+        token = torch.arange(rows.start, rows.stop, device=scores.device) // group - first_token
+        scores[..., start - keys.start :].masked_fill_(key > token.unsqueeze(1), -math.inf)
 
     @staticmethod
-    def _flash(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = _FLASH(
-            q.transpose(0, 1).unsqueeze(0),
-            k.transpose(0, 1).unsqueeze(0),
-            v.transpose(0, 1).unsqueeze(0),
-            0.0,
-            causal,
-            scale=scale,
-        )
-        return out[0].transpose(0, 1), lse[0].transpose(0, 1)
+    def _keep_reference(state: SoftmaxState, heads: slice, rows: slice, scores: torch.Tensor) -> None:
+        """Move the reference of rows whose scores would leave the range where sums are exact."""
+        top = scores.amax(-1)
+        lowest, highest = torch.aminmax(top)
+        if not (float(highest) > SLACK or float(lowest) < -SLACK):
+            return
+        denominator = state.denominator[heads, rows]
+        empty = denominator == 0
+        move = (top > SLACK) | (empty & (top < -SLACK) & (top > -math.inf))
+        shift = torch.where(move, top, 0.0)
+        # Only a row that has summed something is scaled; the factor of an empty one may overflow.
+        factor = torch.where(empty, 1.0, torch.exp(-shift))
+        scores.sub_(shift.unsqueeze(-1))
+        state.q[heads, rows, -1].sub_(shift)
+        denominator.mul_(factor)
+        state.out[heads, rows].mul_(factor.unsqueeze(-1))
 
-    @staticmethod
-    def _blocked(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        group = q.shape[1] // k.shape[1]
-        keys = k.transpose(0, 1).repeat_interleave(group, 0)
-        values = v.transpose(0, 1).repeat_interleave(group, 0)
-        scores = torch.matmul(q.transpose(0, 1) * scale, keys.transpose(1, 2))
-        if causal:
-            future = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu_(1)
-            scores.masked_fill_(future, -torch.inf)
-        lse = torch.logsumexp(scores, -1)
-        out = torch.matmul(torch.exp(scores - lse.unsqueeze(-1)), values)
-        return out.transpose(0, 1), lse.transpose(0, 1)
+    def _carve(self, name: str, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
+        """Contiguous float32 tensors of `shapes`, side by side in one buffer."""
+        sizes = [math.prod(shape) for shape in shapes]
+        flat = self._workspace.get(f"attention.{name}", (sum(sizes),), torch.float32)
+        parts = torch.split(flat, sizes)
+        return [part.view(shape) for part, shape in zip(parts, shapes)]
+
+
+def _aligned(elements: int) -> int:
+    return -(-elements // ALIGNMENT) * ALIGNMENT

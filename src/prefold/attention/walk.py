@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -48,6 +49,11 @@ class RequestWork:
     @property
     def num_queries(self) -> int:
         return sum(run.end - run.start for run in self.runs)
+
+    @property
+    def tokens(self) -> slice:
+        """Of the local batch."""
+        return slice(self.offset, self.offset + self.num_queries)
 
     @property
     def num_keys(self) -> int:
@@ -98,19 +104,15 @@ def segments_after_gather(work: RequestWork) -> list[Segment]:
 
 @dataclass(frozen=True)
 class Walk:
-    """A request's queries of one layer with their running state.
+    """A request's queries of one layer on their way over the keys.
 
     Attributes:
-        q: [num_queries, num_heads, qk_dim] float32.
-        out: [num_queries, num_heads, v_dim] float32, starts at 0.
-        lse: [num_queries, num_heads] float32, starts at -inf.
-        keys_values: turns latent tokens into the keys and values that q attends to.
+        state: the backend's running softmax of the queries.
+        keys_values: turns latents [n, token_dim] into the keys and values that they attend to.
     """
 
     work: RequestWork
-    q: torch.Tensor
-    out: torch.Tensor
-    lse: torch.Tensor
+    state: Any
     keys_values: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -129,14 +131,12 @@ class Walker:
         workspace: Workspace,
         cache: torch.Tensor,
         new_kv: torch.Tensor,
-        scale: float,
         tile_tokens: int,
     ) -> None:
         self._backend = backend
         self._workspace = workspace
         self._cache = cache
         self._new_kv = new_kv
-        self._scale = scale
         self._tile_tokens = tile_tokens
 
     def run(self, walk: Walk, segments: Sequence[Segment]) -> None:
@@ -156,11 +156,9 @@ class Walker:
         if segment.causal:
             first += start - segment.start
             diagonal = slice(first, first + end - start)
-            self._backend.attend_(
-                walk.q[diagonal], k, v, self._scale, True, walk.out[diagonal], walk.lse[diagonal]
-            )
+            self._backend.attend_(walk.state, diagonal, k, v, causal=True)
             first = diagonal.stop
-        self._backend.attend_(walk.q[first:], k, v, self._scale, False, walk.out[first:], walk.lse[first:])
+        self._backend.attend_(walk.state, slice(first, walk.work.num_queries), k, v, causal=False)
 
     def _read_cache(self, block_ids: torch.Tensor, start: int, end: int) -> torch.Tensor:
         """Latents of positions [start, end): [end - start, token_dim] in the cache's dtype."""

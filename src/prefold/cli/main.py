@@ -75,8 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = "--debug" in arguments
     arguments = [argument for argument in arguments if argument != "--debug"]
     args = parse(arguments)
-    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING, stream=sys.stderr)
-    logging.getLogger("prefold").setLevel(logging.DEBUG if debug else logging.WARNING)
+    _log_to_stderr(logging.DEBUG if debug else logging.WARNING)
     try:
         return run(args)
     except KeyboardInterrupt:
@@ -93,6 +92,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not isinstance(error, EngineDeadError):
             raise
         return _report(f"error: {error}", 1, debug)
+
+
+class _StderrHandler(logging.Handler):
+    """`warning: ...` on whatever stderr is by then."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(f"{record.levelname.lower()}: {self.format(record)}", file=sys.stderr)
+
+
+def _log_to_stderr(level: int) -> None:
+    logger = logging.getLogger("prefold")
+    logger.setLevel(level)
+    if not logger.handlers:
+        logger.addHandler(_StderrHandler())
 
 
 def _report(message: str, code: int, debug: bool) -> int:

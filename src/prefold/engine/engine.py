@@ -7,6 +7,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from prefold.config import EngineConfig
 from prefold.engine.executor import EngineDeadError, Executor, make_executor
 from prefold.engine.output_processor import OutputProcessor, TokenizerLike
@@ -91,11 +93,13 @@ class LLMEngine:
         token_ids = list(prompt_token_ids)
         max_tokens = self._check_request(request_id, token_ids, params)
         sample_ids = self._outputs.add_request(request_id, prompt, token_ids, params, stream=stream)
+        # Prompt log-probabilities are the same for all samples: the first one computes them.
+        others = msgspec.structs.replace(params, prompt_logprobs=None)
         for index, sample_id in enumerate(sample_ids):
             request = Request(
                 sample_id,
                 token_ids,
-                params,
+                params if index == 0 else others,
                 max_tokens=max_tokens,
                 eos_token_ids=self.config.model.eos_token_ids,
                 arrival_time=time.monotonic(),

@@ -98,7 +98,12 @@ class LLM:
         """
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         tokenizer = self._require_tokenizer("chat")
-        prompts = [tokenizer.apply_chat_template(conversation) for conversation in conversations]  # type: ignore[arg-type]
+        prompts = []
+        for conversation in conversations:
+            text = tokenizer.apply_chat_template(conversation)
+            # The template has written the special tokens already.
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            prompts.append({"prompt": text, "prompt_token_ids": ids})
         return self.generate(prompts, sampling_params, progress=progress)
 
     def _run(self, ids: list[str], progress: Progress | None) -> list[RequestOutput]:

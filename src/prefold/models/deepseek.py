@@ -7,18 +7,19 @@ and its new KV to `ctx.attend`, which knows where the tokens are cached and whic
 from __future__ import annotations
 
 from collections.abc import Container, Iterator
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from prefold.attention.backend import AttentionContext
 from prefold.config import ModelConfig, RuntimeConfig
 from prefold.layers.embedding import VocabParallel
 from prefold.layers.linear import ColumnParallelLinear, Env, GatedMLP, Linear, RowParallelLinear
 from prefold.layers.moe import MoE
 from prefold.layers.norm import RMSNorm
 from prefold.layers.rotary import RotaryEmbedding
-from prefold.layers.weight import Weight, parameter, shard
+from prefold.layers.weight import Weight, parameter
 
 if TYPE_CHECKING:
     from prefold.distributed.group import Group
@@ -27,19 +28,6 @@ if TYPE_CHECKING:
 
 DELTA = "layer.delta"
 # Role of what attention and MLP add to the residual stream: each is added before the other is computed.
-
-
-class AttentionContext(Protocol):
-    """Attention of one forward over the paged cache; the model knows no more of it."""
-
-    def attend(self, layer_idx: int, q: torch.Tensor, kv: torch.Tensor, w_kv_b: torch.Tensor) -> torch.Tensor:
-        """Causal attention of the batch's new tokens over their requests' tokens.
-
-        q [T, heads of this rank, qk_head_dim], rotated; kv [T, kv_lora_rank + rope], `kv_c` after its
-        norm | `k_pe` rotated; w_kv_b [heads * (nope + v), kv_lora_rank] as in the checkpoint.
-        Returns [T, heads * v_head_dim].
-        """
-        ...
 
 
 class MLAttention(nn.Module):
@@ -62,8 +50,12 @@ class MLAttention(nn.Module):
             self.q_a_norm = None
             self.q_proj = ColumnParallelLinear(hidden, [q_size], False, "attn.q", env)
         self.kv_a_norm = RMSNorm(mla.kv_lora_rank, config.qk_norm_eps, env)
-        kv_rows = self.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim)
-        self.w_kv_b = parameter(kv_rows, mla.kv_lora_rank, dtype=env.weight_dtype, device=env.device)
+        # kv_b_proj, its keys' rows and its values' rows apart: each is contiguous for either form.
+        dtype, device = env.weight_dtype, env.device
+        self.w_uk = parameter(
+            self.num_heads, mla.qk_nope_head_dim, mla.kv_lora_rank, dtype=dtype, device=device
+        )
+        self.w_uv = parameter(self.num_heads, mla.v_head_dim, mla.kv_lora_rank, dtype=dtype, device=device)
         self.o_proj = RowParallelLinear(config.num_heads * mla.v_head_dim, hidden, bias, DELTA, env)
 
     def forward(self, x: torch.Tensor, rope_rows: torch.Tensor, ctx: AttentionContext) -> torch.Tensor:
@@ -80,10 +72,10 @@ class MLAttention(nn.Module):
         q = self.q_proj(x if self.q_a_norm is None else self.q_a_norm(q_a, out=q_a))
         q = q.view(num_tokens, self.num_heads, mla.qk_head_dim)
         self.rotary.rotate_(q[..., mla.qk_nope_head_dim :], rope_rows)
-        return self.o_proj(ctx.attend(self.layer_idx, q, kv, self.w_kv_b))
+        return self.o_proj(ctx.attend(self.layer_idx, q, kv, self.w_uk, self.w_uv))
 
     def weights(self, prefix: str) -> Iterator[Weight]:
-        mla, tp = self.mla, self.env.tp
+        mla = self.mla
         a_parts = {f"{prefix}.kv_a_proj_with_mqa": mla.token_dim}
         if self.q_a_norm is not None:
             a_parts = {f"{prefix}.q_a_proj": self.q_lora_rank} | a_parts
@@ -93,8 +85,21 @@ class MLAttention(nn.Module):
             yield from self.q_proj.weights(f"{prefix}.q_proj")
         yield from self.a_proj.weights(a_parts)
         yield from self.kv_a_norm.weights(f"{prefix}.kv_a_layernorm")
-        yield shard(f"{prefix}.kv_b_proj.weight", self.w_kv_b, 0, tp.rank, tp.size)
+        yield self._kv_b_weight(f"{prefix}.kv_b_proj.weight")
         yield from self.o_proj.weights(f"{prefix}.o_proj")
+
+    def _kv_b_weight(self, name: str) -> Weight:
+        """This rank's heads of kv_b_proj, whose rows are, head by head, keys and then values."""
+        mla, tp = self.mla, self.env.tp
+        height = mla.qk_nope_head_dim + mla.v_head_dim
+        columns = slice(0, mla.kv_lora_rank)
+        parts = []
+        for head in range(self.num_heads):
+            start = (tp.rank * self.num_heads + head) * height
+            middle = start + mla.qk_nope_head_dim
+            parts.append(((slice(start, middle), columns), self.w_uk[head]))
+            parts.append(((slice(middle, start + height), columns), self.w_uv[head]))
+        return Weight(name, (self.num_heads * tp.size * height, mla.kv_lora_rank), tuple(parts))
 
 
 class DecoderLayer(nn.Module):

@@ -21,15 +21,17 @@ class DenseContext:
         self.kv: dict[int, torch.Tensor] = {}
         """Per layer [tokens so far, kv_lora_rank + rope]."""
 
-    def attend(self, layer_idx: int, q: torch.Tensor, kv: torch.Tensor, w_kv_b: torch.Tensor) -> torch.Tensor:
-        """q [T, H, qk_head_dim], kv [T, token_dim], w_kv_b [H * (nope + v), kv_lora_rank] -> [T, H * v]."""
+    def attend(
+        self, layer_idx: int, q: torch.Tensor, kv: torch.Tensor, w_uk: torch.Tensor, w_uv: torch.Tensor
+    ) -> torch.Tensor:
+        """See AttentionContext.attend."""
         mla, (num_tokens, num_heads, _) = self._mla, q.shape
         past = self.kv.get(layer_idx)
         whole = kv.clone() if past is None else torch.cat((past, kv))
         self.kv[layer_idx] = whole
         kv_c, k_pe = whole.to(self._dtype).split([mla.kv_lora_rank, mla.qk_rope_head_dim], dim=-1)
-        w = w_kv_b.to(self._dtype).view(num_heads, mla.qk_nope_head_dim + mla.v_head_dim, mla.kv_lora_rank)
-        k_nope, v = torch.einsum("sc,hdc->hsd", kv_c, w).split([mla.qk_nope_head_dim, mla.v_head_dim], dim=-1)
+        k_nope = torch.einsum("sc,hdc->hsd", kv_c, w_uk.to(self._dtype))
+        v = torch.einsum("sc,hdc->hsd", kv_c, w_uv.to(self._dtype))
         k = torch.cat((k_nope, k_pe.expand(num_heads, -1, -1)), dim=-1)
         scores = torch.einsum("thd,hsd->hts", q.to(self._dtype), k) * self._scale
         seq_len = whole.shape[0]
