@@ -196,6 +196,22 @@ def test_reset_drops_old_context_for_good():
     assert len(kv.find_cached_prefix(probe)) == 3
 
 
+def test_distrusted_blocks_are_found_by_nobody():
+    kv = KVCacheManager(32, B, True)
+    first, bad = request(list(range(2 * B))), request(list(range(3 * B)), "bad")
+    compute(kv, first)
+    assert compute(kv, bad) == 2 * B
+    kv.distrust(bad)
+    kv.check_integrity([first, bad])
+    kv.forget(bad)
+    kv.check_integrity([first])
+    again = request(list(range(3 * B)), "again")
+    assert compute(kv, again) == 0
+    assert len(kv.find_cached_prefix(request(list(range(3 * B + 1)), "probe"))) == 3
+    kv.check_integrity([first, again])
+    kv.distrust(request([1], "unknown"))
+
+
 def test_statistics_count_admitted_requests():
     kv = KVCacheManager(6, B, True)
     a = request(list(range(2 * B)), "a")

@@ -105,6 +105,14 @@ class BlockPool:
             self._block_of_hash[block_hash] = block_id
             self._hash_of_block[block_id] = block_hash
 
+    def forget_contents(self, block_ids: Iterable[int]) -> None:
+        """Make what these blocks hold unfindable; references stay."""
+        for block_id in block_ids:
+            block_hash = self._hash_of_block[block_id]
+            if block_hash is not None:
+                del self._block_of_hash[block_hash]
+                self._hash_of_block[block_id] = None
+
     def reset_prefix_cache(self) -> None:
         """Forget every content; references stay."""
         self._block_of_hash.clear()

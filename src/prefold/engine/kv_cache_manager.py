@@ -163,6 +163,12 @@ class KVCacheManager:
         self.free(request)
         self._tables.pop(request, None)
 
+    def distrust(self, request: Request) -> None:
+        """No later request finds what this one's blocks hold, shared ones included."""
+        table = self._tables.get(request)
+        if table is not None:
+            self.pool.forget_contents(table.block_ids)
+
     def reset_prefix_cache(self) -> None:
         """Nothing computed so far is reused. Running requests keep their blocks, but from now on
         register none: these continue a context from before the reset."""

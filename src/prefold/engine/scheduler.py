@@ -312,6 +312,9 @@ class Scheduler:
             self._dropped_ids.append(request.request_id)
         request.status = status
         request.stop_reason = stop_reason
+        if status is RequestStatus.FINISHED_ERROR:
+            # Its KV may be the cause: whoever shares it later would fail too.
+            self.kv.distrust(request)
         del self.requests[request.request_id]
         if self._in_flight and not over:
             self._in_flight_freed.append(request)
