@@ -67,7 +67,7 @@ def print_outcome(console: Console, runs: list[DemoRun]) -> None:
     """Answer, times, picture, work per rank and whether the two runs agree."""
     one, many = runs
     _section(console, "Answer")
-    console.print(Padding(Text(many.result.outputs[0].outputs[0].text.strip()), (0, 0, 0, 2)))
+    console.print(Padding(Text(many.result.outputs[0].outputs[0].text.strip()), (0, 0, 0, 2), expand=False))
     _section(console, "Time to first token")
     for run in runs:
         bar = "━" * max(1, round(50 * run.ttft_s / max(r.ttft_s for r in runs)))
@@ -142,4 +142,4 @@ def _print_work(console: Console, run: DemoRun) -> None:
     for rank, (count, work) in enumerate(zip(tokens, pairs)):
         table.add_row(f"rank {rank}", f"{count:,}", f"{work:,}", f"{work / sum(pairs):.1%}")
     console.print()
-    console.print(Padding(table, (0, 0, 0, 2)))
+    console.print(Padding(table, (0, 0, 0, 2), expand=False))
