@@ -182,7 +182,8 @@ class _LayerQueries:
 
     def finish(self, out: torch.Tensor) -> None:
         """Write all results to `out` [num_tokens, num_heads * v]."""
-        by_head = out.view(out.shape[0], -1, self._projection.mla.v_head_dim)
+        num_tokens, v_dim = out.shape[0], self._projection.mla.v_head_dim
+        by_head = out.view(num_tokens, out.shape[1] // v_dim, v_dim)  # there may be no tokens: no -1
         for walk, own in zip((*self.prefill, *self.decode), self._own_rows):
             target = by_head[walk.work.tokens] if own is None else self._latent_out[own]
             self._backend.finish(walk.state, target)
