@@ -28,7 +28,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         top_k: keep the k likeliest tokens; 0 or -1 keeps all.
         top_p: keep the smallest set of tokens whose probability reaches top_p, in (0, 1].
         min_p: drop tokens less likely than min_p times the likeliest, in [0, 1].
-        seed: makes this request reproducible alone, whatever shares its batch. None draws from the engine's seed.
+        seed: makes this request reproducible, whatever shares its batch; None: from the engine's seed.
         max_tokens: upper limit on generated tokens; None means "until max_model_len".
         min_tokens: end-of-sequence and stop tokens are suppressed before that many tokens.
         stop: strings that end the text; not part of it.
@@ -36,7 +36,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         ignore_eos: go on after an end-of-sequence token.
         logprobs: return log-probabilities of the sampled token and of that many likeliest ones.
         prompt_logprobs: the same for every prompt token but the first.
-        presence_penalty, frequency_penalty: subtracted once, or per occurrence, from generated tokens' logits.
+        presence_penalty, frequency_penalty: subtracted from the logits of generated tokens, once or per
+            occurrence.
         repetition_penalty: divides positive and multiplies negative logits of prompt and generated tokens.
         logit_bias: added to the logits of the named token ids.
         skip_special_tokens: leave special tokens out of the text.

@@ -25,6 +25,9 @@ SLACK = 40.0
 ROW_BLOCK, KEY_BLOCK = 512, 1024
 """Rows and keys of a block of scores: 2 MiB, about a core's second-level cache."""
 
+CAUSAL_ROW_BLOCK = 128
+"""Rows of a block on the diagonal: half of its last square is computed in vain."""
+
 ALIGNMENT = 8
 """Elements that the rows of q and k are padded to a multiple of."""
 
@@ -53,8 +56,10 @@ class SoftmaxState:
 class TorchBackend:
     """See AttentionBackend. Any device that torch has."""
 
-    def __init__(self, workspace: Workspace) -> None:
+    def __init__(self, workspace: Workspace, device: torch.device) -> None:
         self._workspace = workspace
+        ones = torch.ones(CAUSAL_ROW_BLOCK, CAUSAL_ROW_BLOCK, device=device)
+        self._future = torch.zeros_like(ones).masked_fill_(ones.triu(1) > 0, -math.inf)
 
     def start(self, queries: Sequence[Queries], scale: float) -> list[SoftmaxState]:
         """Empty states for the queries of a layer; those of the last call are lost."""
@@ -96,7 +101,8 @@ class TorchBackend:
             )
             torch.bmm(state.q[heads, rows], k[heads, keys].transpose(1, 2), out=scores)
             if causal:
-                self._mask_future(scores, rows, keys, tokens.start, state.rows_per_token)
+                group = state.rows_per_token
+                self._mask_future(scores, rows.start // group - tokens.start, group, keys)
             self._keep_reference(state, heads, rows, scores)
             scores.exp_()
             state.denominator[heads, rows].add_(scores.sum(-1))
@@ -126,12 +132,12 @@ class TorchBackend:
         Many rows go head by head, few rows go with several heads at a time.
         """
         num_heads, group = state.q.shape[0], state.rows_per_token
-        block = max(1, ROW_BLOCK // group)
-        num_rows = (tokens.stop - tokens.start) * group
+        block = max(1, (CAUSAL_ROW_BLOCK if causal else ROW_BLOCK) // group)
+        num_tokens = tokens.stop - tokens.start
         together = 1
-        if num_rows == state.q.shape[1] and num_rows <= ROW_BLOCK and num_keys:
-            per_head = num_rows * min(num_keys, KEY_BLOCK)
-            together = max(1, min(num_heads, ROW_BLOCK * KEY_BLOCK // max(1, per_head)))
+        if 0 < num_tokens == state.num_tokens <= block and num_keys > 0:
+            per_head = num_tokens * group * min(num_keys, KEY_BLOCK)
+            together = min(num_heads, max(1, ROW_BLOCK * KEY_BLOCK // per_head))
         for head in range(0, num_heads, together):
             heads = slice(head, min(head + together, num_heads))
             for start in range(tokens.start, tokens.stop, block):
@@ -141,16 +147,15 @@ class TorchBackend:
                     keys = slice(key, min(key + KEY_BLOCK, visible))
                     yield heads, slice(start * group, end * group), keys
 
-    @staticmethod
-    def _mask_future(scores: torch.Tensor, rows: slice, keys: slice, first_token: int, group: int) -> None:
-        """Token first_token + i sees keys 0..i."""
-        first_row = rows.start // group - first_token
-        if keys.stop - 1 <= first_row:
+    def _mask_future(self, scores: torch.Tensor, first_token: int, group: int, keys: slice) -> None:
+        """Rows are those of tokens first_token, first_token + 1, ..., and token i sees keys 0..i."""
+        start = max(keys.start, first_token)
+        if start >= keys.stop:
             return
-        start = max(keys.start, first_row)
-        key = torch.arange(start, keys.stop, device=scores.device)
-        token = torch.arange(rows.start, rows.stop, device=scores.device) // group - first_token
-        scores[..., start - keys.start :].masked_fill_(key > token.unsqueeze(1), -math.inf)
+        heads, num_rows, _ = scores.shape
+        mask = self._future[: num_rows // group, start - first_token : keys.stop - first_token]
+        by_token = scores.view(heads, num_rows // group, group, -1)
+        by_token[..., start - keys.start :].add_(mask.unsqueeze(1))
 
     @staticmethod
     def _keep_reference(state: SoftmaxState, heads: slice, rows: slice, scores: torch.Tensor) -> None:

@@ -32,6 +32,9 @@ NUM_SLOTS = 2
 PUBLISHED = 0
 CONSUMED = 8
 """Places of the counters in a segment's header, in int64: one cache line (64 bytes) apart."""
+SPIN_S = 100e-6
+FIRST_SLEEP_S = 20e-6
+LONGEST_SLEEP_S = 1e-3
 PARENT_CHECK_S = 0.2
 """How often a rank that waits for long looks whether its parent process is alive."""
 
@@ -45,31 +48,32 @@ def shared_memory_is_supported() -> bool:
 
 
 class Waiter:
-    """Waits for what another process does: spins, then yields, then sleeps.
+    """Waits for what another process does: spins for a moment, then sleeps, longer and longer up to 1 ms.
 
-    Spinning is fastest but keeps the core: with more ranks than cores the rank that everyone waits
-    for would not get to run, so then it is cut short. Sleeps grow to 1 ms.
+    With more ranks than cores the rank that everyone waits for has to get a core, so then it yields
+    instead of spinning. Where each rank has a core it must not yield: if anything else runs on the machine,
+    a yield gives that a whole time slice, and a short sleep does not.
     """
 
     def __init__(self, timeout_s: float, can_spin: bool) -> None:
         self._timeout_s = timeout_s
-        self._num_spins = 200 if can_spin else 5
-        self._yield_s = 2e-3 if can_spin else 2e-4
+        self._can_spin = can_spin
         self._parent = os.getppid()
 
     def wait(self, ready: Callable[[], bool]) -> bool:
         """True as soon as `ready()`, False after the time-out; CollectiveError if the parent ended."""
-        for _ in range(self._num_spins):
+        if ready():
+            return True
+        start = time.monotonic()
+        while time.monotonic() - start < SPIN_S:
+            if not self._can_spin:
+                os.sched_yield()
             if ready():
                 return True
-        start = time.monotonic()
         next_check = start + PARENT_CHECK_S
-        pause = 50e-6
+        pause = FIRST_SLEEP_S
         while not ready():
             now = time.monotonic()
-            if now - start < self._yield_s:
-                os.sched_yield()
-                continue
             if now - start > self._timeout_s:
                 return False
             if now > next_check:
@@ -77,7 +81,7 @@ class Waiter:
                 if os.getppid() != self._parent:
                     raise CollectiveError("the parent process of this rank ended")
             time.sleep(pause)
-            pause = min(pause * 1.5, 1e-3)
+            pause = min(pause * 1.5, LONGEST_SLEEP_S)
         return True
 
 

@@ -61,26 +61,21 @@ class ShmCollectives:
 
     def all_reduce(self, x: torch.Tensor) -> None:
         # With two ranks a sliced sum reads as much as a whole one and waits once more.
-        sliced = self._size > 2 and x.nbytes >= SLICED_SUM_BYTES
-        for piece in self._pieces(x):
-            if sliced:
+        if self._size > 2 and x.nbytes >= SLICED_SUM_BYTES:
+            for piece in self._pieces(x):
                 self._sliced_sum(x[piece])
-            else:
-                self._whole_sum(x[piece])
+            return
+        for piece, parts in self._swaps(x):
+            self._sum_into(x[piece], parts)
 
     def all_gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        for piece in self._pieces(x):
-            sequence, parts = self._swap(x[piece])
+        for piece, parts in self._swaps(x):
             for rank, part in enumerate(parts):
                 out[rank, piece].copy_(part)
-            self._channel.release(sequence)
 
     def reduce_scatter(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        for piece in self._pieces(out, copies=self._size):
-            sequence, parts = self._swap(x[:, piece])
-            own = [part.view(self._size, -1)[self._rank] for part in parts]
-            self._sum_into(out[piece], own)
-            self._channel.release(sequence)
+        for piece, parts in self._swaps(x):
+            self._sum_into(out[piece], [part.view(self._size, -1)[self._rank] for part in parts])
 
     def broadcast(self, x: torch.Tensor, src: int) -> None:
         for piece in self._pieces(x):
@@ -105,24 +100,39 @@ class ShmCollectives:
         sequence = self._gathers.put(x)
         return ShmGather(self._gathers, self._size, sequence, x.numel(), x.dtype)
 
-    def _pieces(self, x: torch.Tensor, copies: int = 1) -> Iterator[slice]:
-        """Ranges of the flat `x` of which `copies` fit into a slot."""
-        step = self._channel.slot_bytes // (copies * x.element_size())
-        return (slice(i, min(i + step, x.numel())) for i in range(0, x.numel(), step))
+    def _pieces(self, x: torch.Tensor) -> Iterator[slice]:
+        """Ranges of the last dim of `x` that fit into a slot."""
+        length = x.shape[-1]
+        step = self._channel.slot_bytes // (x.nbytes // length)
+        return (slice(i, min(i + step, length)) for i in range(0, length, step))
 
-    def _swap(self, x: torch.Tensor) -> tuple[int, list[torch.Tensor]]:
-        """Put `x` and wait for all: (message, every rank's part in place, until released)."""
-        sequence = self._channel.put(x)
+    def _swaps(self, x: torch.Tensor) -> Iterator[tuple[slice, list[torch.Tensor]]]:
+        """(range of the last dim, every rank's part of it, flat, in place until the next step).
+
+        The next piece is put before the parts of one are waited for: ranks that are out of step
+        by a piece do not wait for each other. Must be run to the end.
+        """
+        last = None
+        for piece in self._pieces(x):
+            part = x[..., piece]
+            sequence = self._channel.put(part)
+            if last is not None:
+                yield from self._received(*last)
+            last = (piece, sequence, part)
+        if last is not None:
+            yield from self._received(*last)
+
+    def _received(
+        self, piece: slice, sequence: int, like: torch.Tensor
+    ) -> Iterator[tuple[slice, list[torch.Tensor]]]:
         self._channel.wait(sequence)
-        return sequence, _parts(self._channel, self._size, sequence, x.numel(), x.dtype)
-
-    def _whole_sum(self, x: torch.Tensor) -> None:
-        sequence, parts = self._swap(x)
-        self._sum_into(x, parts)
+        yield piece, _parts(self._channel, self._size, sequence, like.numel(), like.dtype)
         self._channel.release(sequence)
 
     def _sliced_sum(self, x: torch.Tensor) -> None:
-        sequence, parts = self._swap(x)
+        sequence = self._channel.put(x)
+        self._channel.wait(sequence)
+        parts = _parts(self._channel, self._size, sequence, x.numel(), x.dtype)
         bounds = [x.numel() * rank // self._size for rank in range(self._size + 1)]
         slices = [slice(low, high) for low, high in pairwise(bounds)]
         own = slices[self._rank]

@@ -62,7 +62,7 @@ class ModelRunner:
             model.softmax_scale,
             self.kv_cache,
             groups["pcp"],
-            TorchBackend(self.workspace),
+            TorchBackend(self.workspace, device),
             self.workspace,
             runtime.context_workspace_tokens,
             getattr(torch, runtime.compute_dtype),
