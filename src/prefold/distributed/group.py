@@ -98,7 +98,7 @@ class Group:
     callers derive both from the global batch. A call on a tensor without elements does nothing at all.
 
     A call that does not complete within `timeout_s` raises CollectiveTimeout, which names the call
-    and the missing ranks. The group cannot be used after that.
+    and the missing ranks. The group cannot be used after that. A group serves one thread.
 
     Args:
         name: of the axis ("tp", "pcp"); appears in `traffic` and in error messages.
