@@ -57,6 +57,13 @@ def test_forms_of_a_prompt(llm: LLM):
     assert (both.prompt, tokens_of(both)) == ("shown", tokens_of(outputs[0][0]))
 
 
+def test_a_folder_below_home(tiny, cases: list[Case], monkeypatch: pytest.MonkeyPatch):
+    folder = tiny.folder("small")
+    monkeypatch.setenv("HOME", str(folder.parent))
+    llm = LLM("~/small", threads_per_rank=1, num_blocks=100, max_model_len=100)
+    assert tokens_of(llm.generate(cases[0].prompt, greedy())[0]) == cases[0].tokens
+
+
 def test_no_prompts_give_no_outputs(llm: LLM):
     assert llm.generate([]) == []
     assert llm.engine.step() == []

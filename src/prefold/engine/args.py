@@ -86,7 +86,7 @@ class EngineArgs:
         model = load_model_config(self.model, dtype=self.dtype)
         parallel = ParallelConfig(self.tensor_parallel_size, self.prefill_context_parallel_size)
         check_parallel(model, parallel)
-        check_checkpoint_files(self.model)
+        check_checkpoint_files(model.path)
         cache = self._cache_config(model, parallel)
         max_model_len = self._max_model_len(model, cache)
         return EngineConfig(
