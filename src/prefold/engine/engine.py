@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
-from prefold.config import EngineConfig
+from prefold.config import DTYPES, EngineConfig
 from prefold.engine.executor import EngineDeadError, Executor, make_executor
 from prefold.engine.output_processor import OutputProcessor, TokenizerLike
 from prefold.engine.scheduler import Scheduler
+from prefold.kv_spec import KVSpec
 from prefold.request import Request, RequestOutput, RequestStatus, SamplingParams
 from prefold.step import ModelRunnerOutput, SchedulerOutput, StepStats
+
+logger = logging.getLogger("prefold")
 
 
 @dataclass
@@ -70,6 +74,7 @@ class LLMEngine:
             config.scheduler, config.cache, config.parallel.prefill_context_parallel_size
         )
         self._outputs = OutputProcessor(tokenizer)
+        _log_layout(config)
         self._executor = make_executor(config) if executor is None else executor
         self._failure: str | None = None
 
@@ -226,3 +231,26 @@ class LLMEngine:
     def shutdown(self) -> None:
         """End the ranks. The engine is of no use afterwards."""
         self._executor.shutdown()
+
+
+def _log_layout(config: EngineConfig) -> None:
+    """Say what runs where, and how much fits."""
+    parallel, runtime, cache, model = config.parallel, config.runtime, config.cache, config.model
+    logger.info(
+        "%d rank(s) = TP %d x PCP %d, %d thread(s) each; weights and KV cache %s, computing in %s",
+        parallel.world_size,
+        parallel.tensor_parallel_size,
+        parallel.prefill_context_parallel_size,
+        runtime.threads_per_rank,
+        model.dtype,
+        runtime.compute_dtype,
+    )
+    spec = KVSpec(model.num_layers, model.mla.token_dim, DTYPES[model.dtype], cache.block_size)
+    logger.info(
+        "KV cache of a rank: %d blocks of %d tokens = %d tokens, %.0f MiB; max_model_len %d",
+        cache.num_blocks,
+        cache.block_size,
+        cache.num_blocks * cache.block_size,
+        cache.num_blocks * spec.bytes_per_block / 2**20,
+        config.scheduler.max_model_len,
+    )
