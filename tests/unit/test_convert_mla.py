@@ -19,7 +19,7 @@ from transformers import (
 )
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RMSNorm
 
-from prefold.cli import convert_mla
+from prefold.cli.main import main
 from prefold.convert import convert
 from prefold.convert.mla import IdentityNorm, MLAMapping, four_squares
 from prefold.convert.source import LlamaSpec
@@ -349,8 +349,8 @@ def test_extras_are_copied(tmp_path):
 
 def test_command(tmp_path, capsys):
     save_tiny(tmp_path / "src")
-    args = convert_mla.ConvertMLAArgs(tmp_path / "src", tmp_path / "dst")
-    assert convert_mla.run(args) == 0
+    arguments = ["convert-mla", str(tmp_path / "src"), str(tmp_path / "dst")]
+    assert main(arguments) == 0
     assert "layer 3 of 3" in capsys.readouterr().err
-    assert convert_mla.run(args) == 1
+    assert main(arguments) == 2
     assert "is not empty (--overwrite replaces it)" in capsys.readouterr().err
