@@ -27,7 +27,9 @@ def help_of(command: str) -> str:
     done = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=True)
     text = re.sub(r"\x1b\[[0-9;]*m", "", done.stdout)
     lines = (line.rstrip() for line in text.strip().splitlines())
-    return "\n".join(textwrap.fill(line, 100) if len(line) > 100 else line for line in lines)
+    return "\n".join(
+        textwrap.fill(line, 100, break_on_hyphens=False) if len(line) > 100 else line for line in lines
+    )
 
 
 def page() -> str:

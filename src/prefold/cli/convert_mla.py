@@ -22,7 +22,7 @@ class ConvertMLAArgs:
         dtype: Dtype of the weights written. float32 is exact; bfloat16 halves the size and rounds unless the
             source is bfloat16 too.
         overwrite: Replace the checkpoint that DST holds.
-        qk_nope_head_dim: Size of the (all-zero) key part without position, for readers that need one to exist.
+        qk_nope_head_dim: Size of the (all-zero) key part without position, for readers that need one.
     """
 
     src: Annotated[Positional[Path], arg(metavar="SRC")]
