@@ -94,7 +94,9 @@ def test_ranks_end_with_their_parent(tmp_path):
         "from prefold.testing.run_ranks import run_ranks\n"
         f"run_ranks(misbehave, 2, 'sleep', {str(folder)!r})\n"
     )
-    parent = subprocess.Popen([sys.executable, str(script)])
+    # Killed, it cannot remove its temporary folder.
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    parent = subprocess.Popen([sys.executable, str(script)], env=env)
     deadline = time.monotonic() + 60
     while len(list(folder.iterdir())) < 2:
         assert time.monotonic() < deadline
