@@ -22,6 +22,7 @@ class ThreadGroup:
         self, rank: int, size: int, barrier: threading.Barrier, slots: list[torch.Tensor | None]
     ) -> None:
         self.name, self.rank, self.size = "tp", rank, size
+        self.num_gathers = 0
         self._barrier, self._slots = barrier, slots
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -36,6 +37,12 @@ class ThreadGroup:
         """x of every rank: [size, *x.shape]."""
         return torch.stack(self._exchange(x), out=out)
 
+    def start_all_gather(self, x: torch.Tensor) -> ThreadGather:
+        """x of every rank, later. Counts as `num_gathers`."""
+        assert x.is_contiguous()
+        self.num_gathers += 1
+        return ThreadGather(self, x)
+
     def _exchange(self, x: torch.Tensor) -> list[torch.Tensor]:
         if self.size == 1:
             return [x]
@@ -45,6 +52,27 @@ class ThreadGroup:
         assert all(part.shape == x.shape for part in parts)
         self._barrier.wait(timeout=60)
         return parts
+
+
+class ThreadGather:
+    """See `distributed.group.Gather`. What breaks its rules shows: `x` changed before `wait`, or
+    parts read after `release`."""
+
+    def __init__(self, group: ThreadGroup, x: torch.Tensor) -> None:
+        self._group = group
+        self._x = x
+        self._at_start = x.clone()
+        self._parts: list[torch.Tensor] = []
+
+    def wait(self) -> list[torch.Tensor]:
+        same_bits = torch.equal(self._x.view(torch.uint8), self._at_start.view(torch.uint8))
+        assert same_bits, "changed while it was gathered"
+        self._parts = [part.clone() for part in self._group._exchange(self._at_start)]
+        return self._parts
+
+    def release(self) -> None:
+        for part in self._parts:
+            part.fill_(torch.nan if part.is_floating_point() else 77)
 
 
 def run_threads(size: int, function: Callable[[ThreadGroup], T]) -> list[T]:
