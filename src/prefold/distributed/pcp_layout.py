@@ -219,21 +219,16 @@ def _piece_ranks(num_tokens: IntArray, rank_order: IntArray, size: int) -> IntAr
     """[S] lengths -> [S, 2P-1] ranks of the pieces.
 
     Request i has `L mod P` extra tokens: they go to the next ranks of a round-robin that runs
-    through the whole batch in `rank_order`. Which of these ranks gets which chunk pair is free, and so
-    it is among the other ranks: both rotate by i, so that causal work evens out over the batch as well.
+    through the whole batch in `rank_order`. Which of the other ranks gets which chunk pair is free:
+    that rotates by i, so that causal work evens out over the batch as well.
 
     >>> _piece_ranks(np.array([10, 10]), np.arange(4), size=4).tolist()
-    [[0, 1, 2, 3, 2, 1, 0], [3, 2, 1, 0, 1, 2, 3]]
+    [[0, 1, 2, 3, 2, 1, 0], [2, 3, 1, 0, 1, 3, 2]]
     """
     extra = num_tokens[:, None] % size
     first = np.cumsum(extra, axis=0) - extra
     pair, turn = np.arange(size), np.arange(num_tokens.size)[:, None]
-    has_extra = pair < extra
-    place = np.where(
-        has_extra,
-        (pair + turn) % np.maximum(extra, 1),
-        extra + (pair - extra + turn) % (size - extra),
-    )
+    place = np.where(pair < extra, pair, extra + (pair - extra + turn) % (size - extra))
     pair_ranks = rank_order[(first + place) % size]
     return np.concatenate([pair_ranks, pair_ranks[:, -2::-1]], axis=1)
 
