@@ -27,6 +27,8 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm": ("Glm4MoeLiteForCausalLM", {}),
     # For tests of the engine rather than of the models: one dense layer and one with experts.
     "small": ("DeepseekV3ForCausalLM", {"num_hidden_layers": 2}),
+    # What convert-mla writes has keys that are all position.
+    "no-nope": ("DeepseekV3ForCausalLM", {"num_hidden_layers": 2, "qk_nope_head_dim": 0}),
     "wide-values": ("DeepseekV3ForCausalLM", {"num_hidden_layers": 2, "v_head_dim": 40}),
 }
 

@@ -1,4 +1,4 @@
-"""Contexts longer than the workspace, both forms of MLA, values narrower and wider than keys."""
+"""Contexts longer than the workspace, both forms of MLA, values narrower and wider than keys, no nope part."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from prefold import SamplingParams
 from prefold.attention.mla import KVProjection
 from prefold.testing.reference import Case
 
-MODELS = ["small", "wide-values"]
+MODELS = ["small", "wide-values", "no-nope"]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 FORMS: dict[str, Callable[..., bool] | None] = {
     "by cost": None,
@@ -53,4 +53,4 @@ def test_the_models_differ_in_the_sizes_that_matter(tiny):
     for name in MODELS:
         mla = tiny.llm(name).engine.config.model.mla
         sizes[name] = (mla.qk_head_dim, mla.v_head_dim)
-    assert sizes == {"small": (24, 12), "wide-values": (24, 40)}
+    assert sizes == {"small": (24, 12), "wide-values": (24, 40), "no-nope": (8, 12)}

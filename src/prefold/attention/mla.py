@@ -107,4 +107,4 @@ class KVProjection:
             weight = self._converted[name]
         out = self._workspace.get(name, (kv_c.shape[0], num_heads * dim), self._dtype)
         torch.mm(kv_c, weight.view(-1, rank).t(), out=out)
-        return out.view(-1, num_heads, dim).transpose(0, 1)
+        return out.view(kv_c.shape[0], num_heads, dim).transpose(0, 1)  # dim may be 0: no -1
