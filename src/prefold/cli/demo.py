@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 EXAMPLES = Path(__file__).parents[3] / "examples"
 """Of the repository: the demo's document and question are shipped there, not in the package."""
 
+DEMO_MODEL = "SmolLM2-135M-Instruct, its attention rewritten exactly as MLA"
+
 STEP_TOKENS = 1024
 """Tokens per rank and step: small enough for the progress to move."""
 
@@ -38,7 +40,7 @@ class DemoArgs:
         model: Folder of a checkpoint with a chat template.
         document: UTF-8 text file.
         question: What to ask about it.
-        max_tokens: Longest answer.
+        max_tokens: Longest answer; it ends with its first line anyway.
     """
 
     prefill_context_parallel_size: Annotated[int, arg(aliases=["-pcp"], metavar="N")] = 2
@@ -57,7 +59,8 @@ def run(args: DemoArgs) -> int:
     document_file = Path(args.document) if args.document else _example("document.txt")
     question = args.question or _example("question.txt").read_text(encoding="utf-8").strip()
     document = document_file.read_text(encoding="utf-8").strip()
-    params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens)
+    # One paragraph is the answer; a small model likes to go on.
+    params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens, stop="\n")
 
     from prefold.cli.demo_picture import print_head, print_outcome
     from prefold.cli.screen import make_console
@@ -66,7 +69,8 @@ def run(args: DemoArgs) -> int:
     model = checkpoint_folder(args.model) if args.model else _demo_model()
     prompt = _prompt(model, document, question)
     size = args.prefill_context_parallel_size
-    print_head(console, model, document_file, len(prompt), question, size)
+    name = str(model) if args.model else f"{DEMO_MODEL} ({model})"
+    print_head(console, name, document_file.name, len(prompt), question, size)
     runs = [_run(console, model, prompt, params, ranks) for ranks in (1, size)]
     print_outcome(console, runs)
     return 0 if runs[0].token_ids == runs[1].token_ids else 1
@@ -102,6 +106,7 @@ def _run(console: Console, model: Path, prompt: list[int], params: SamplingParam
 
     name = "1 rank" if ranks == 1 else f"{ranks} ranks"
     with (
+        make_progress(name) as progress,
         LLM(
             str(model),
             prefill_context_parallel_size=ranks,
@@ -110,7 +115,6 @@ def _run(console: Console, model: Path, prompt: list[int], params: SamplingParam
             max_num_batched_tokens=STEP_TOKENS,
             max_num_seqs=1,
         ) as llm,
-        make_progress(name) as progress,
     ):
         result = run_requests(llm.engine, [prompt], params, progress)
         run = DemoRun(name, llm.engine.config, result)

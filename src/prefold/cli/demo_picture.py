@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from rich.console import Console
@@ -50,12 +49,12 @@ class DemoRun:
 
 
 def print_head(
-    console: Console, model: Path, document: Path, num_tokens: int, question: str, ranks: int
+    console: Console, model: str, document: str, num_tokens: int, question: str, ranks: int
 ) -> None:
     head = Table.grid(padding=(0, 2))
-    head.add_row("model", str(model))
-    head.add_row("document", f"{document.name}, with the question {num_tokens:,} tokens")
-    head.add_row("question", Text(question))
+    head.add_row("model", Text(model))
+    head.add_row("document", Text(f"{document}, with the question {num_tokens:,} tokens"))
+    head.add_row("question", Text(question.removeprefix("Question: ")))
     head.add_row("threads", f"one per rank in both runs: 1 rank has one core, {ranks} ranks have {ranks}")
     console.print(Text(f"One long prompt, prefilled by 1 rank and by {ranks}", style="bold"))
     console.print()

@@ -72,7 +72,7 @@ def run(args: GenerateArgs) -> int:
 
     from prefold.engine.llm import LLM  # with one rank this imports torch
 
-    with LLM(args.model, **options) as llm, make_progress() as progress:
+    with make_progress() as progress, LLM(args.model, **options) as llm:
         token_ids = _encode(llm, prompt, args.chat) if isinstance(prompt, str) else prompt
         result = run_requests(llm.engine, token_ids, params, progress, _print_piece if args.stream else None)
         metrics = llm.engine.metrics

@@ -11,7 +11,7 @@ LINE_EVERY_S = 10.0
 
 
 class Progress(Protocol):
-    """Told after every step what has been done so far."""
+    """Told before the first step and after every one what has been done so far."""
 
     def __enter__(self) -> Progress: ...
 
@@ -38,8 +38,8 @@ class ProgressLines:
     def __init__(self, what: str, file: TextIO) -> None:
         self._what = f"{what}: " if what else ""
         self._file = file
-        self._start = time.monotonic()
-        self._next = self._start + FIRST_LINE_AFTER_S
+        self._start: float | None = None
+        self._next = 0.0
         self._stopped = False
 
     def __enter__(self) -> ProgressLines:
@@ -50,6 +50,8 @@ class ProgressLines:
 
     def update(self, prefilled: int, to_prefill: int, generated: int) -> None:
         now = time.monotonic()
+        if self._start is None:
+            self._start, self._next = now, now + FIRST_LINE_AFTER_S
         if self._stopped or now < self._next:
             return
         self._next = now + LINE_EVERY_S
@@ -81,8 +83,8 @@ class ProgressBar:
             console=Console(stderr=True),
             transient=True,
         )
-        self._start = time.monotonic()
-        self._task = self._rich.add_task(f"{self._what}prefill", total=None, count="")
+        self._start: float | None = None
+        self._task = self._rich.add_task(f"{self._what}loading", total=None, count="")
 
     def __enter__(self) -> ProgressBar:
         self._rich.start()
@@ -92,19 +94,19 @@ class ProgressBar:
         self.stop()
 
     def update(self, prefilled: int, to_prefill: int, generated: int) -> None:
+        now = time.monotonic()
+        self._start = now if self._start is None else self._start
+        phase, count = "decode", f"{generated:,} tokens"
         if prefilled < to_prefill:
-            rate = prefilled / (time.monotonic() - self._start)
-            count = f"{prefilled:,} of {to_prefill:,} tokens"
-            count += f", {rate:,.0f} tokens/s" if prefilled else ""
-            self._rich.update(self._task, total=to_prefill, completed=prefilled, count=count)
-        else:
-            self._rich.update(
-                self._task,
-                description=f"{self._what}decode",
-                total=to_prefill,
-                completed=to_prefill,
-                count=f"{generated:,} tokens",
-            )
+            phase, count = "prefill", f"{prefilled:,} of {to_prefill:,} tokens"
+            count += f", {prefilled / (now - self._start):,.0f} tokens/s" if prefilled else ""
+        self._rich.update(
+            self._task,
+            description=f"{self._what}{phase}",
+            total=to_prefill,
+            completed=prefilled,
+            count=count,
+        )
 
     def stop(self) -> None:
         self._rich.stop()
