@@ -1,4 +1,4 @@
-"""Contexts longer than the workspace, both forms of MLA, values narrower and wider than keys, no nope part."""
+"""Contexts longer than the workspace, both forms of MLA, values narrower and wider than keys, no nope."""
 
 from __future__ import annotations
 
