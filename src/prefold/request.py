@@ -88,6 +88,8 @@ def _check_sampling(p: SamplingParams) -> None:
     ]
     if p.max_tokens is not None:
         in_range.append(("max_tokens", p.max_tokens, 1, 2**31 - 1))
+    if p.seed is not None:
+        in_range.append(("seed", p.seed, -(2**63), 2**63 - 1))
     if p.logprobs is not None:
         in_range.append(("logprobs", p.logprobs, 0, MAX_LOGPROBS))
     if p.prompt_logprobs is not None:
@@ -104,6 +106,9 @@ def _check_sampling(p: SamplingParams) -> None:
         raise ValueError(f"min_tokens={p.min_tokens} is above max_tokens={p.max_tokens}")
     if any(not s for s in p.stop):
         raise ValueError("stop holds an empty string, which would end every text at once")
+    below_zero = [token_id for token_id in p.stop_token_ids if token_id < 0]
+    if below_zero:
+        raise ValueError(f"stop_token_ids holds {below_zero[0]}: token ids start at 0")
     for token_id, bias in (p.logit_bias or {}).items():
         if token_id < 0 or not math.isfinite(bias):
             raise ValueError(f"logit_bias[{token_id}]={bias}: token ids start at 0 and biases are finite")

@@ -48,11 +48,15 @@ def llm(tiny) -> LLM:
 def test_forms_of_a_prompt(llm: LLM):
     ids = llm.tokenizer.encode(TEXT)
     forms = [TEXT, [TEXT], ids, [ids], {"prompt": TEXT}, {"prompt_token_ids": ids}, [{"prompt": TEXT}]]
+    forms += [(TEXT,), tuple(ids), np.array(ids), [np.array(ids, dtype=np.int32)]]
     outputs = [llm.generate(form, greedy()) for form in forms]
     assert all(len(output) == 1 for output in outputs)
     assert {tuple(tokens_of(output)) for (output,) in outputs} == {tuple(tokens_of(outputs[0][0]))}
     assert {tuple(output.prompt_token_ids) for (output,) in outputs} == {tuple(ids)}
-    assert [output.prompt for (output,) in outputs] == [TEXT, TEXT, None, None, TEXT, None, TEXT]
+    assert [output.prompt for (output,) in outputs] == [
+        TEXT if i in (0, 1, 4, 6, 7) else None for i in range(len(forms))
+    ]
+    assert all(type(token) is int for (output,) in outputs for token in output.prompt_token_ids)
     (both,) = llm.generate({"prompt": "shown", "prompt_token_ids": ids}, greedy())
     assert (both.prompt, tokens_of(both)) == ("shown", tokens_of(outputs[0][0]))
 

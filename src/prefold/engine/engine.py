@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import operator
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -95,7 +96,7 @@ class LLMEngine:
         Raises:
             ValueError: the request cannot be served; names the value and the limit.
         """
-        token_ids = list(prompt_token_ids)
+        token_ids = _integers(request_id, prompt_token_ids)
         max_tokens = self._check_request(request_id, token_ids, params)
         sample_ids = self._outputs.add_request(request_id, prompt, token_ids, params, stream=stream)
         # Prompt log-probabilities are the same for all samples: the first one computes them.
@@ -254,3 +255,11 @@ def _log_layout(config: EngineConfig) -> None:
         cache.num_blocks * spec.bytes_per_block / 2**20,
         config.scheduler.max_model_len,
     )
+
+
+def _integers(request_id: str, token_ids: Sequence[int]) -> list[int]:
+    """Plain integers, also of numpy's; ValueError for anything else."""
+    try:
+        return [operator.index(token_id) for token_id in token_ids]
+    except TypeError as error:
+        raise ValueError(f"request {request_id}: token ids must be integers: {error}") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
 from types import TracebackType
 from typing import Any
 
@@ -67,7 +68,7 @@ class LLM:
             ValueError: a prompt cannot be served; nothing was generated then.
             EngineDeadError: a rank has failed.
         """
-        if isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+        if isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and isinstance(prompts[0], Integral)):
             prompts = [prompts]  # type: ignore[list-item]
         params = self._params_per_prompt(sampling_params, len(prompts))
         ids: list[str] = []
