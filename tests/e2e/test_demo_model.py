@@ -64,8 +64,8 @@ def test_mla_form_equals_the_original_on_real_text(folder, prompt):
     converted = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
     want, got = original(prompt).logits[0], converted(prompt).logits[0]
 
-    # English at 3 nats per token or better: a wrong row order or rope would already show in the original.
-    assert torch.nn.functional.cross_entropy(want[:-1], prompt[0, 1:]) < 3.0
+    # 3.15 nats per token; 5.9 if the rows of q and k stayed in GGUF order, which both models would share.
+    assert torch.nn.functional.cross_entropy(want[:-1], prompt[0, 1:]) < 4.0
     error = (got - want).abs().max()
     assert error <= 1e-5 * want.abs().max()
 
