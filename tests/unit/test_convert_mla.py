@@ -184,7 +184,7 @@ def test_four_squares(number):
     assert all(0 <= root <= math.isqrt(number) for root in squares)
 
 
-@given(st.integers(1, 1500), st.floats(0.0, 2.0**11), st.integers(0, 2**31))
+@given(st.integers(1, 1500), st.floats(2.0**-60, 2.0**11), st.integers(0, 2**31))
 @settings(deadline=None, max_examples=60)
 def test_identity_norm_returns_its_values_bit_for_bit(width, size, seed):
     norm = IdentityNorm.of_width(width)
