@@ -45,8 +45,8 @@ class IdentityNorm:
     division by its root. The scale's relative error is at most |v|^2 / (2 * rank * 2^48), and exactly 0 in
     float32 while the root mean square of v is below 2^11: |v|^2 then vanishes in rounding, and a power of two
     is left. The first constant is 2^24 itself, which comes out as 1 where its weight is 1. All of this is
-    exact in bfloat16 too, where integers up to 256 and powers of two are. (Single values below 2^-102, which are
-    subnormal on the way, may lose up to 2^-126.)
+    exact in bfloat16 too, where integers up to 256 and powers of two are. (Values below 2^-102 are
+    subnormal on the way and may lose up to 2^-126.)
     """
 
     width: int
