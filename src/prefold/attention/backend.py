@@ -52,13 +52,17 @@ class AttentionBackend(Protocol):
         elements are to be filled. Valid until the next call."""
         ...
 
+    def values(self, num_kv_heads: int, num_keys: int, v_dim: int) -> torch.Tensor:
+        """A buffer for a tile's values, [num_kv_heads, num_keys, v_dim] float32; as `keys`."""
+        ...
+
     def attend_(self, state: Any, tokens: slice, k: torch.Tensor, v: torch.Tensor, causal: bool) -> None:
         """Add keys and values to the softmax of some of a state's tokens.
 
         Args:
             tokens: of the state.
             k: what `keys` returned, filled.
-            v: [num_kv_heads, num_keys, v_dim] float32, any strides but the last.
+            v: what `values` returned, filled, or a view of k.
             causal: token tokens.start + i sees keys 0..i; there must be as many of both.
 
         No tokens or no keys change nothing.

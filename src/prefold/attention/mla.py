@@ -91,10 +91,8 @@ class KVProjection:
         k = self._backend.keys(self._w_uk.shape[0], latent.shape[0], mla.qk_head_dim)
         k[..., :nope].copy_(self._up_project(kv_c, self._w_uk, "mla.k_nope"))
         k[..., nope : mla.qk_head_dim].copy_(latent[:, mla.kv_lora_rank :])
-        v = self._up_project(kv_c, self._w_uv, "mla.v")
-        if v.dtype != torch.float32:
-            v = self._workspace.get("mla.v_float32", v.shape, torch.float32).copy_(v)
-        return k, v
+        projected = self._up_project(kv_c, self._w_uv, "mla.v")
+        return k, self._backend.values(*projected.shape).copy_(projected)
 
     def _up_project(self, kv_c: torch.Tensor, weight: torch.Tensor, name: str) -> torch.Tensor:
         """[n, kv_lora_rank] by [num_heads, dim, kv_lora_rank] -> [num_heads, n, dim], a view."""
