@@ -170,26 +170,44 @@ def test_second_prompt_computes_only_its_own_part():
     drain(s)
 
 
-def test_equal_prompts_of_one_step_share_nothing_yet():
+def test_equal_prompts_are_computed_once():
+    """The second waits a step, and so does who is behind it: nobody overtakes."""
     s = make()
     prompt = list(range(9))
     a, b = add(s, "a", prompt), add(s, "b", prompt)
-    assert step(s).num_scheduled_tokens == {"a": 9, "b": 9}
-    assert not set(s.kv.block_ids(a)) & set(s.kv.block_ids(b))
-    c = add(s, "c", prompt)
-    assert step(s).num_scheduled_tokens == {"a": 1, "b": 1, "c": 1}
-    assert s.kv.block_ids(c)[:2] == s.kv.block_ids(a)[:2]
+    add(s, "other", [50, 51])
+    assert step(s).num_scheduled_tokens == {"a": 9}
+    assert step(s).num_scheduled_tokens == {"a": 1, "b": 1, "other": 2}
+    assert s.kv.block_ids(b)[:2] == s.kv.block_ids(a)[:2]
+    assert b.num_cached_tokens == 8
     drain(s)
 
 
-def test_block_completed_by_a_running_request_is_not_shared_within_that_step():
+def test_who_shares_a_prompt_in_chunks_waits_for_it():
     s = make(budget=6)
-    add(s, "a", list(range(8)))
-    step(s)
-    add(s, "b", list(range(9)))
-    out = step(s)
-    assert out.num_scheduled_tokens == {"a": 2, "b": 4}
-    assert out.new_requests[0].num_computed_tokens == B
+    a, b = add(s, "a", list(range(17))), add(s, "b", [*range(16), 60, 61])
+    steps = [step(s).num_scheduled_tokens for _ in range(4)]
+    assert steps == [{"a": 6}, {"a": 6}, {"a": 5}, {"a": 1, "b": 2}]
+    assert (a.num_cached_tokens, b.num_cached_tokens) == (0, 16)
+    drain(s)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "options"),
+    [
+        ([1, 2, 3], [1, 2, 3], {}),  # no whole block in common
+        ([1, 2, 3, 4, 5], [9, 2, 3, 4, 5], {}),
+        ([1, 2, 3, 4], [1, 2, 3, 4], {}),  # a whole block, but its last token is needed
+        ([1, 2, 3, 4, 5], [1, 2, 3, 4, 5], {"caching": False}),
+        ([1, 2, 3, 4, 5], [1, 2, 3, 4, 5], {"prompt_logprobs": 1}),
+    ],
+)
+def test_nobody_waits_for_what_it_cannot_share(first: list[int], second: list[int], options: dict):
+    s = make(caching=options.pop("caching", True))
+    add(s, "a", first)
+    add(s, "b", second, **options)
+    assert step(s).num_scheduled_tokens == {"a": len(first), "b": len(second)}
+    drain(s)
 
 
 @pytest.mark.parametrize("length", range(1, 3 * B + 2))
@@ -246,9 +264,10 @@ def test_nothing_is_admitted_in_a_step_that_preempts():
     s = make(blocks=4)
     prompt = list(range(2 * B))
     add(s, "a", prompt, max_tokens=8)
-    add(s, "b", prompt, max_tokens=8)
     step(s)
-    out = step(s)  # a takes a block from b, which could return at once on top of a's blocks
+    add(s, "b", prompt, max_tokens=8)
+    assert step(s).num_scheduled_tokens == {"a": 1, "b": B}
+    out = step(s)  # b lacks a block and yields, but could return at once on top of a's blocks
     assert list(out.num_scheduled_tokens) == ["a"]
     assert (out.finished_request_ids, out.new_requests) == (["b"], [])
     assert step(s).new_requests[0].num_computed_tokens == 2 * B

@@ -5,9 +5,9 @@ has been scheduled completely**. The scheduler first admits and allocates for ev
 step, then calls `cache_full_blocks` for each. So:
 
 - a later step may reuse the block: workers run steps in order, the KV is there before it is read;
-- another request of the same step can not: nothing orders a read behind a write inside a step. Two
-  equal prompts admitted in one step compute the prompt twice; the first keeps the hash, the second
-  one's blocks stay anonymous.
+- another request of the same step can not: nothing orders a read behind a write inside a step. So the
+  scheduler lets a waiting request whose next block is being written wait for the next step
+  (`next_block_hash`, `hashes_being_written`), instead of computing the same tokens beside it.
 
 Only whole blocks are shared, and a shared block is never written again.
 """
@@ -87,13 +87,8 @@ class KVCacheManager:
         token into a shared block would write it a second time.
         A request with `prompt_logprobs` needs logits at every position, so nothing is reused.
         """
-        if not self.pool.enable_prefix_caching or request.sampling_params.prompt_logprobs is not None:
-            return []
-        max_blocks = (request.num_tokens - 1) // self.block_size
-        table = self._table(request)
-        self._extend_hashes(table, request, max_blocks)
         block_ids: list[int] = []
-        for block_hash in table.hashes[:max_blocks]:
+        for block_hash in self._shareable_hashes(request):
             block_id = self.pool.find(block_hash)
             if block_id is None:
                 break
@@ -150,6 +145,22 @@ class KVCacheManager:
         table.num_hashed = num_full
         table.next_full = (num_full + 1) * self.block_size
 
+    def hashes_being_written(self, request: Request) -> list[bytes]:
+        """Hashes of the blocks that `cache_full_blocks` will make findable after this step."""
+        table = self._tables[request]
+        if request.num_computed_tokens < table.next_full or not self.pool.enable_prefix_caching:
+            return []
+        num_full = request.num_computed_tokens // self.block_size
+        self._extend_hashes(table, request, num_full)
+        return table.hashes[table.num_hashed : num_full]
+
+    def next_block_hash(self, request: Request) -> bytes | None:
+        """Hash of the first block that a waiting request could share but does not find, if any."""
+        for block_hash in self._shareable_hashes(request):
+            if self.pool.find(block_hash) is None:
+                return block_hash
+        return None
+
     def free(self, request: Request) -> None:
         """Give the request's blocks back, tail first. Its hashes are kept: it may resume."""
         table = self._tables.get(request)
@@ -187,6 +198,15 @@ class KVCacheManager:
             assert request.num_computed_tokens <= capacity, f"{request}: only {capacity} slots"
             assert table.num_hashed <= len(table.block_ids), f"{request}: hashes without blocks"
         self.pool.check_integrity(Counter(b for table in self._tables.values() for b in table.block_ids))
+
+    def _shareable_hashes(self, request: Request) -> list[bytes]:
+        """Hashes of the blocks that `find_cached_prefix` may return."""
+        if not self.pool.enable_prefix_caching or request.sampling_params.prompt_logprobs is not None:
+            return []
+        max_blocks = (request.num_tokens - 1) // self.block_size
+        table = self._table(request)
+        self._extend_hashes(table, request, max_blocks)
+        return table.hashes[:max_blocks]
 
     def _table(self, request: Request) -> _Table:
         table = self._tables.get(request)

@@ -212,10 +212,17 @@ class Scheduler:
         return budget, cached, len(self.running) < num_before
 
     def _schedule_waiting(self, budget: int, scheduled: dict[str, int]) -> list[NewRequestData]:
-        """Admit waiting requests in order, until budget, seats or blocks are used up."""
+        """Admit waiting requests in order, until budget, seats or blocks are used up, or until one
+        would compute what this step computes already: it shares that from the next step on."""
         new: list[NewRequestData] = []
+        being_written: set[bytes] = set()
+        if self.waiting:
+            for request_id in scheduled:
+                being_written.update(self.kv.hashes_being_written(self.requests[request_id]))
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             request = self.waiting[0]
+            if being_written and self.kv.next_block_hash(request) in being_written:
+                break
             num_cached = self.kv.admit(request)
             if num_cached is None:
                 break  # nobody overtakes: a long prompt would wait for ever behind short ones
@@ -240,6 +247,7 @@ class Scheduler:
             scheduled[request.request_id] = num_tokens
             request.num_sent_tokens = request.num_tokens
             request.num_computed_tokens = num_cached + num_tokens
+            being_written.update(self.kv.hashes_being_written(request))
             budget -= num_tokens
         return new
 
