@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -99,6 +101,47 @@ def test_a_stopped_worker_times_out(checkpoint: str) -> None:
     assert "'pcp'" in message
     assert "missing ranks: 1" in message
     assert_nothing_left(pids, folder, before)
+
+
+ORPHANING_ENGINE = """
+import sys
+from prefold import LLM, SamplingParams
+llm = LLM(sys.argv[1], prefill_context_parallel_size=2, threads_per_rank=1, skip_tokenizer_init=True,
+          max_num_batched_tokens=16, num_blocks=1000, block_size=8)
+executor = llm.engine._executor
+print(executor._folder, *(process.pid for process in executor._processes), flush=True)
+while len(sys.argv) > 2:
+    llm.generate([[i % 200 for i in range(700)]], SamplingParams(temperature=0.0, max_tokens=50))
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_workers_of_a_killed_engine_leave_and_clear_up(checkpoint: str, busy: bool) -> None:
+    """Idle ranks see the socket close; a rank in a collective sees that its parent has changed."""
+    before = shared_memory()
+    command = [sys.executable, "-c", ORPHANING_ENGINE, checkpoint, *(["busy"] if busy else [])]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as engine:
+        assert engine.stdout is not None
+        folder, *numbers = engine.stdout.readline().split()
+        pids = [int(number) for number in numbers]
+        assert len(pids) == 2
+        time.sleep(1.0 if busy else 0.0)
+        engine.kill()
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline and (Path(folder).exists() or any(map(is_running, pids))):
+        time.sleep(0.1)
+    assert not list(filter(is_running, pids))
+    assert not Path(folder).exists()
+    assert not shared_memory() - before
+
+
+def is_running(pid: int) -> bool:
+    """An orphan that has ended may stay in the table until its new parent looks."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_shutdown_leaves_nothing(checkpoint: str) -> None:

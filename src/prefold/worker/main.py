@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 import signal
 import sys
 import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import msgspec
 
@@ -53,7 +55,7 @@ def main(fd: int) -> int:
     try:
         _serve(connection, setup)
     except (EOFError, ConnectionError):
-        return 1  # the engine is gone, nobody is left to tell
+        return _leave_orphaned(setup)
     except BaseException as error:
         failure = WorkerFailure(
             setup.rank,
@@ -64,9 +66,15 @@ def main(fd: int) -> int:
         try:
             connection.send_bytes(ERROR + msgspec.msgpack.encode(failure))
         except OSError:
-            traceback.print_exc()
+            return _leave_orphaned(setup)
         return 1
     return 0
+
+
+def _leave_orphaned(setup: WorkerSetup) -> int:
+    """The engine is gone: nobody is left to tell, or to clear up."""
+    shutil.rmtree(Path(setup.init_file).parent, ignore_errors=True)
+    return 1
 
 
 def _serve(connection: Connection, setup: WorkerSetup) -> None:
