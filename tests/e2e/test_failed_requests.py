@@ -81,9 +81,10 @@ def test_one_of_several_samples_fails(tiny, cases, monkeypatch):
         cases[0].prompt, SamplingParams(n=3, temperature=0.0, max_tokens=8, ignore_eos=True)
     )
     assert [sample.finish_reason for sample in output.outputs] == ["length", "error", "length"]
+    # The others wait a step for the blocks that the first one computes.
     assert [sample.token_ids for sample in output.outputs] == [
         cases[0].tokens,
-        cases[0].tokens[:2],
+        cases[0].tokens[:1],
         cases[0].tokens,
     ]
 

@@ -68,6 +68,29 @@ def test_disabled_cache_finds_nothing():
     assert [compute(kv, request(prompt, "a")), compute(kv, request(prompt, "b"))] == [0, 0]
 
 
+@pytest.mark.parametrize("length", range(1, 3 * B + 2))
+def test_blocks_being_written_are_the_next_ones_of_an_equal_prompt(length: int):
+    """What the scheduler compares to let the second prompt wait for the first."""
+    kv, tokens = KVCacheManager(32, B, True), list(range(length))
+    first, second = request(tokens, "a"), request(tokens, "b")
+    kv.admit(first)
+    first.num_computed_tokens = length
+    being_written = kv.hashes_being_written(first)
+    assert len(being_written) == length // B
+    shareable = (length - 1) // B
+    assert kv.next_block_hash(second) == (being_written[0] if shareable else None)
+    kv.cache_full_blocks(first)
+    assert kv.hashes_being_written(first) == []
+    assert kv.next_block_hash(second) is None
+    assert len(kv.find_cached_prefix(second)) == shareable
+
+
+def test_who_may_not_share_has_no_next_block():
+    prompt = list(range(3 * B))
+    assert KVCacheManager(32, B, False).next_block_hash(request(prompt)) is None
+    assert KVCacheManager(32, B, True).next_block_hash(request(prompt, prompt_logprobs=0)) is None
+
+
 def test_block_is_found_only_once_it_is_computed():
     kv = KVCacheManager(32, B, True)
     first, second = request(list(range(3 * B + 1)), "a"), request(list(range(3 * B + 1)), "b")
