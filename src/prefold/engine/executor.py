@@ -150,10 +150,8 @@ class MultiProcessExecutor:
                 connection.send_bytes(message)
             except OSError:
                 self._receive(rank, OUTPUT)  # says what became of it
-        while True:
-            for rank in self._readable(range(len(self._connections))):
-                payload = self._receive(rank, OUTPUT)
-                return self._decoder.decode(payload)
+        first = self._readable(range(len(self._connections)))[0]
+        return self._decoder.decode(self._receive(first, OUTPUT))
 
     def _readable(self, ranks: set[int] | range) -> list[int]:
         """Those of `ranks` that have sent something or are gone; waits for one."""

@@ -135,15 +135,14 @@ class KVCacheManager:
 
     def cache_full_blocks(self, request: Request) -> None:
         """Make the blocks that `num_computed_tokens` fills findable (see the rule of this module)."""
-        table = self._tables[request]
-        if request.num_computed_tokens < table.next_full or not self.pool.enable_prefix_caching:
+        hashes = self.hashes_being_written(request)
+        if not hashes:
             return
-        num_full = request.num_computed_tokens // self.block_size
-        self._extend_hashes(table, request, num_full)
-        for i in range(table.num_hashed, num_full):
-            self.pool.register(table.block_ids[i], table.hashes[i])
-        table.num_hashed = num_full
-        table.next_full = (num_full + 1) * self.block_size
+        table = self._tables[request]
+        for block_id, block_hash in zip(table.block_ids[table.num_hashed :], hashes):
+            self.pool.register(block_id, block_hash)
+        table.num_hashed += len(hashes)
+        table.next_full = (table.num_hashed + 1) * self.block_size
 
     def hashes_being_written(self, request: Request) -> list[bytes]:
         """Hashes of the blocks that `cache_full_blocks` will make findable after this step."""
