@@ -21,14 +21,20 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src"
 MAX_LINES = 500
 
-FOUNDATION = {"config", "request", "step", "kv_spec", "hf_config", "hardware", "metrics"}
-RANK_ARITHMETIC = {"distributed.mesh", "distributed.pcp_layout"}
+FOUNDATION = {"config", "request", "step", "kv_spec", "kv_ownership", "hf_config", "hardware", "metrics"}
+RANK_ARITHMETIC = {
+    "distributed.mesh",
+    "distributed.pcp_layout",
+    "distributed.layouts",
+    "distributed.stages",
+}
 
 MAY_IMPORT: dict[str, set[str]] = {
     # Foundation: no torch, and nothing above.
     "config": set(),
     "request": set(),
     "kv_spec": set(),
+    "kv_ownership": set(),
     "hardware": set(),
     "checkpoint_files": set(),
     "tokenizer": set(),
@@ -36,8 +42,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "hf_config": {"config", "checkpoint_files"},
     "flops": {"config"},
     "traffic": {"config", "kv_spec"} | RANK_ARITHMETIC,
-    "distributed.mesh": set(),
+    "distributed.mesh": {"config"},
     "distributed.pcp_layout": set(),
+    "distributed.layouts": {"config", "kv_spec", "distributed.mesh", "distributed.stages"},
+    "distributed.stages": {"config", "flops"},
     # Users' side and control plane.
     "__init__": {"engine", "request"},
     "__main__": {"cli"},
@@ -48,7 +56,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     # What computes. `layers` and `attention` do not know each other; a model gets attention as `ctx`.
     "workspace": set(),
     "distributed": {"distributed.mesh", "config"},
-    "attention": {"config", "workspace", "distributed"},
+    "attention": {"config", "kv_ownership", "workspace", "distributed"},
     "layers": {"config", "workspace", "distributed"},
     "loader": {"layers", "checkpoint_files", "config"},
     "attention.backend": {"config"},  # what a model sees of attention: nothing of PCP
@@ -58,6 +66,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "attention",
         "distributed",
         "kv_spec",
+        "kv_ownership",
         "loader",
         "models",
         "sampling",
@@ -82,6 +91,7 @@ NO_TORCH = {
     "request",
     "step",
     "kv_spec",
+    "kv_ownership",
     "hf_config",
     "hardware",
     "metrics",
@@ -91,6 +101,8 @@ NO_TORCH = {
     "tokenizer",
     "distributed.mesh",
     "distributed.pcp_layout",
+    "distributed.layouts",
+    "distributed.stages",
     "engine",
     "cli",
 }

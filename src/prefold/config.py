@@ -109,14 +109,45 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Sizes of the mesh's axes. world = PCP x TP; rank = pcp * TP + tp."""
+    """Sizes of the mesh's axes: world = DP x PP x PCP x TP, tp fastest (see distributed.mesh).
+
+    Decode context parallelism and expert parallelism add no ranks: DCP groups are carved from the
+    PCP x TP plane, and experts are spread over DP x PCP x TP of a pipeline stage.
+
+    Attributes:
+        tensor_parallel_size: ranks that split heads and hidden dimensions.
+        prefill_context_parallel_size: ranks that split the tokens of a prefill.
+        decode_context_parallel_size: ranks over which the KV cache of a sequence is spread.
+        pipeline_parallel_size: stages that split the layers.
+        data_parallel_size: replicas that split the requests.
+        enable_expert_parallel: whole experts live on ranks, instead of a share of each on every TP rank.
+        cp_kv_cache_interleave_size: consecutive tokens of a sequence on one DCP rank before the next
+            rank's turn (see kv_ownership).
+        nnodes: machines; ranks are spread over them evenly, in order.
+    """
 
     tensor_parallel_size: int = 1
     prefill_context_parallel_size: int = 1
+    decode_context_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
+    enable_expert_parallel: bool = False
+    cp_kv_cache_interleave_size: int = 1
+    nnodes: int = 1
+
+    @property
+    def plane_size(self) -> int:
+        """Ranks of one pipeline stage of one replica: PCP x TP."""
+        return self.prefill_context_parallel_size * self.tensor_parallel_size
+
+    @property
+    def replica_size(self) -> int:
+        """Ranks of one replica: PP x PCP x TP."""
+        return self.pipeline_parallel_size * self.plane_size
 
     @property
     def world_size(self) -> int:
-        return self.tensor_parallel_size * self.prefill_context_parallel_size
+        return self.data_parallel_size * self.replica_size
 
 
 @dataclass(frozen=True)
@@ -151,6 +182,9 @@ class RuntimeConfig:
         collective_timeout_s: a collective that takes longer raises and names itself.
         min_split_tokens: a prefill shorter than this stays whole on one PCP rank.
         debug_poison: fill unused KV and reused buffers with NaN (tests).
+        context_attention: how prefill rows attend to cached context: "auto" (by cost), or one way
+            forced where it is possible: "local", "sliced", "query" or "kv" (attention.context_ways).
+        check_step_plans: ranks compare a hash of each step's plan.
     """
 
     device: str = "cpu"
@@ -162,6 +196,8 @@ class RuntimeConfig:
     collective_timeout_s: float = 300.0
     min_split_tokens: int = 0
     debug_poison: bool = False
+    context_attention: str = "auto"
+    check_step_plans: bool = True
 
 
 @dataclass(frozen=True)
@@ -174,6 +210,12 @@ class EngineConfig:
     scheduler: SchedulerConfig
     runtime: RuntimeConfig
     seed: int = 0
+
+    @property
+    def virtual_block_size(self) -> int:
+        """Tokens of a block over all ranks that share it: the scheduler's block, and the unit of a
+        prefix-cache hit."""
+        return self.cache.block_size * self.parallel.decode_context_parallel_size
 
     def digest(self) -> str:
         """Hash that every rank must agree on."""

@@ -70,8 +70,8 @@ def test_rank_and_coords_are_inverse():
 def test_what_does_not_exist_is_refused():
     with pytest.raises(ValueError, match="pcp=0"):
         Mesh(pcp=0)
-    with pytest.raises(ValueError, match="'ep' is no axis"):
-        Mesh().groups("ep")
+    with pytest.raises(ValueError, match="'xp' is no axis"):
+        Mesh().groups("xp")
     with pytest.raises(ValueError, match=r"rank 4 is outside \[0, 4\)"):
         Mesh(tp=2, pcp=2).coords(4)
     with pytest.raises(ValueError, match=r"tp index 2 is outside \[0, 2\)"):
