@@ -35,15 +35,21 @@ def prefill_flops(model: ModelConfig, num_tokens: int, num_computed: int = 0) ->
     values with the latent up-projected, where the token at position p sees p + 1 keys. Softmax,
     norms, activations and rotations are left out: they are no matrix multiplications.
     """
-    layers = range(model.num_layers)
-    per_token = sum(_attention_parameters(model) + _mlp_parameters(model, i) for i in layers)
+    layers = [layer_flops(model, i, num_tokens, num_computed) for i in range(model.num_layers)]
+    head = 2 * model.hidden_size * model.vocab_size
+    return PrefillFlops(
+        matmul=sum(layer.matmul for layer in layers) + head,
+        attention=sum(layer.attention for layer in layers),
+    )
+
+
+def layer_flops(model: ModelConfig, layer: int, num_tokens: int, num_computed: int = 0) -> PrefillFlops:
+    """The same for one layer, without the head."""
+    per_token = _attention_parameters(model) + _mlp_parameters(model, layer)
     end = num_computed + num_tokens
     pairs = (end * (end + 1) - num_computed * (num_computed + 1)) // 2
-    per_pair = model.num_layers * model.num_heads * (model.mla.qk_head_dim + model.mla.v_head_dim)
-    return PrefillFlops(
-        matmul=2 * num_tokens * per_token + 2 * model.hidden_size * model.vocab_size,
-        attention=2 * per_pair * pairs,
-    )
+    per_pair = model.num_heads * (model.mla.qk_head_dim + model.mla.v_head_dim)
+    return PrefillFlops(matmul=2 * num_tokens * per_token, attention=2 * per_pair * pairs)
 
 
 def _attention_parameters(model: ModelConfig) -> int:

@@ -40,7 +40,15 @@ class EngineOptions:
     Attributes:
         tensor_parallel_size: Ranks that split attention heads and hidden dimensions (TP).
         prefill_context_parallel_size: Ranks that split the tokens of a prompt (PCP), so that all of them
-            prefill it at once. The engine runs TP x PCP ranks; two or more are processes of their own.
+            prefill it at once.
+        decode_context_parallel_size: Ranks over which the KV cache of a sequence is spread (DCP), so that it
+            holds N times as many tokens. Adds no ranks: a divisor of PCP, or PCP times a divisor of TP.
+        cp_kv_cache_interleave_size: Consecutive tokens of a sequence on one DCP rank; divides the block size.
+        enable_expert_parallel: Spread whole experts over the DP x PCP x TP ranks of a stage (EP), rather than
+            a share of every expert over TP. Adds no ranks.
+        pipeline_parallel_size: Stages that split the layers (PP).
+        data_parallel_size: Replicas that split the requests (DP). The engine runs DP x PP x PCP x TP ranks;
+            two or more are processes of their own.
         threads_per_rank: CPU threads of a rank.
         dtype: Of weights and KV cache. auto is the checkpoint's own.
         compute_dtype: Of activations and matrix multiplications. auto is the dtype above, or float32 where
@@ -51,7 +59,8 @@ class EngineOptions:
         max_num_seqs: Requests that run at the same time.
         kv_cache_memory_bytes: Memory of the KV cache on each rank.
         num_blocks: Blocks of the KV cache on each rank, instead of the memory.
-        block_size: Tokens in a block of the KV cache.
+        block_size: Tokens in a block of the KV cache on a rank. Prefix-cache hits come in multiples of it times
+            DCP.
         enable_prefix_caching: Compute every prompt anew, even where it begins like an earlier one.
         seed: Seed of requests that bring none.
         context_workspace_tokens: Context tokens that attention up-projects at a time.
@@ -62,17 +71,25 @@ class EngineOptions:
             are missing.
         device: Where ranks compute.
         debug_poison: Fill unused memory with NaN, so that reads of it show. Slow.
+        context_attention: For debugging: how prompts attend to their cached context. auto decides by cost;
+            the others are used wherever they are possible.
+        check_step_plans: Do not compare the plan of every step between ranks.
     """
 
     tensor_parallel_size: Annotated[int, arg(aliases=["-tp"], metavar="N")] = 1
     prefill_context_parallel_size: Annotated[int, arg(aliases=["-pcp"], metavar="N")] = 1
+    decode_context_parallel_size: Annotated[int, arg(aliases=["-dcp"], metavar="N")] = 1
+    cp_kv_cache_interleave_size: Annotated[int, number()] = 1
+    enable_expert_parallel: Annotated[bool, arg(aliases=["-ep"], help_behavior_hint="")] = False
+    pipeline_parallel_size: Annotated[int, arg(aliases=["-pp"], metavar="N")] = 1
+    data_parallel_size: Annotated[int, arg(aliases=["-dp"], metavar="N")] = 1
     threads_per_rank: Annotated[int | None, number(default="cores / ranks")] = None
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     max_model_len: Annotated[int | None, number(default="the model's limit, or what the KV cache holds")] = (
         None
     )
-    max_num_batched_tokens: Annotated[int, number()] = 8192
+    max_num_batched_tokens: Annotated[int | None, number(default="8192; 2048 with -pp")] = None
     max_num_seqs: Annotated[int, number()] = 256
     kv_cache_memory_bytes: Annotated[int | None, number(default="4 GiB; less if memory is short")] = None
     num_blocks: Annotated[int | None, number(default="as the memory allows")] = None
@@ -86,6 +103,8 @@ class EngineOptions:
     collective_timeout_s: Annotated[float, arg(metavar="S")] = 300.0
     device: Literal["cpu", "cuda"] = "cpu"
     debug_poison: Flag = False
+    context_attention: Literal["auto", "local", "sliced", "query", "kv"] = "auto"
+    check_step_plans: Flag = True
 
     def for_llm(self, **changes: Any) -> dict[str, Any]:
         """Keyword arguments of `LLM`, some of them changed."""

@@ -15,9 +15,9 @@ from prefold.config import (
     RuntimeConfig,
     SchedulerConfig,
 )
+from prefold.distributed.layouts import fullest_kv_spec
 from prefold.hardware import available_cores, available_memory, fast_bfloat16
 from prefold.hf_config import check_parallel, load_model_config
-from prefold.kv_spec import KVSpec
 
 logger = logging.getLogger("prefold")
 
@@ -25,6 +25,12 @@ DEFAULT_KV_CACHE_BYTES = 4 << 30
 """Most that a rank's KV cache takes unless told otherwise."""
 DEFAULT_KV_CACHE_SHARE = 0.4
 """And at most this share of the free memory, over all ranks."""
+DEFAULT_STEP_TOKENS = 8192
+DEFAULT_PIPELINE_STEP_TOKENS = 2048
+"""Smaller in a pipeline: its stages work on different chunks of a prompt at the same time."""
+
+CONTEXT_ATTENTION = ("auto", "local", "sliced", "query", "kv")
+"""Choices of `context_attention`."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +42,19 @@ class EngineArgs:
     tensor_parallel_size: int = 1
     """Ranks that split heads and hidden dimensions (TP)."""
     prefill_context_parallel_size: int = 1
-    """Ranks that split the tokens of a prompt (PCP). The engine runs TP x PCP ranks."""
+    """Ranks that split the tokens of a prompt (PCP)."""
+    decode_context_parallel_size: int = 1
+    """Ranks over which the KV cache of a sequence is spread (DCP). Adds no ranks: they are those of
+    PCP x TP. Legal are the divisors of PCP, and PCP times a divisor of TP."""
+    cp_kv_cache_interleave_size: int = 1
+    """Consecutive tokens of a sequence on one DCP rank; divides block_size."""
+    enable_expert_parallel: bool = False
+    """Spread whole experts over the DP x PCP x TP ranks of a stage (EP), rather than a share of every
+    expert over TP. Adds no ranks."""
+    pipeline_parallel_size: int = 1
+    """Stages that split the layers (PP)."""
+    data_parallel_size: int = 1
+    """Replicas that split the requests (DP). The engine runs DP x PP x PCP x TP ranks."""
     dtype: str = "auto"
     """Of weights and KV cache: auto (the checkpoint's), float32 or bfloat16."""
     compute_dtype: str = "auto"
@@ -44,12 +62,13 @@ class EngineArgs:
     precise than dtype), float32 or bfloat16."""
     max_model_len: int | None = None
     """Longest prompt plus output. Default: the model's own limit, or what the KV cache holds."""
-    max_num_batched_tokens: int = 8192
-    """Tokens that one rank computes per step; a step holds up to PCP times as many."""
+    max_num_batched_tokens: int | None = None
+    """Tokens that one rank computes per step; a step holds up to PCP times as many. Default: 8192, or
+    2048 in a pipeline, which several chunks of a prompt must fill."""
     max_num_seqs: int = 256
     """Requests that run at the same time."""
     block_size: int = 32
-    """Tokens per block of the KV cache; also the unit of prefix cache hits."""
+    """Tokens per block of the KV cache on a rank; times DCP, the unit of prefix cache hits."""
     num_blocks: int | None = None
     """Blocks of the KV cache on each rank. Default: from kv_cache_memory_bytes."""
     kv_cache_memory_bytes: int | None = None
@@ -75,6 +94,11 @@ class EngineArgs:
     """A collective that takes longer fails and names the ranks that did not arrive."""
     debug_poison: bool = False
     """Fill unused KV and reused buffers with NaN, to find reads of stale memory. Slow."""
+    context_attention: str = "auto"
+    """For debugging: how prompts attend to their cached context: auto (by cost), or one of local,
+    sliced, query and kv wherever it is possible."""
+    check_step_plans: bool = True
+    """Ranks compare a hash of every step's plan, and fail if it differs."""
 
     def resolve(self) -> EngineConfig:
         """Read the checkpoint's config and settle every setting.
@@ -84,16 +108,16 @@ class EngineArgs:
         """
         self._check()
         model = load_model_config(self.model, dtype=self.dtype)
-        parallel = ParallelConfig(self.tensor_parallel_size, self.prefill_context_parallel_size)
+        parallel = self._parallel_config()
         check_parallel(model, parallel)
         check_checkpoint_files(model.path)
         cache = self._cache_config(model, parallel)
-        max_model_len = self._max_model_len(model, cache)
+        max_model_len = self._max_model_len(model, parallel, cache)
         return EngineConfig(
             model=model,
             parallel=parallel,
             cache=cache,
-            scheduler=SchedulerConfig(self.max_num_seqs, self.max_num_batched_tokens, max_model_len),
+            scheduler=SchedulerConfig(self.max_num_seqs, self._step_tokens(), max_model_len),
             runtime=self._runtime_config(model, parallel),
             seed=self.seed,
         )
@@ -102,6 +126,10 @@ class EngineArgs:
         at_least_one = (
             "tensor_parallel_size",
             "prefill_context_parallel_size",
+            "decode_context_parallel_size",
+            "cp_kv_cache_interleave_size",
+            "pipeline_parallel_size",
+            "data_parallel_size",
             "max_model_len",
             "max_num_batched_tokens",
             "max_num_seqs",
@@ -120,6 +148,7 @@ class EngineArgs:
             "compute_dtype": ("auto", *DTYPES),
             "device": ("cpu", "cuda"),
             "transport": ("shm", "gloo"),
+            "context_attention": CONTEXT_ATTENTION,
         }
         for name, legal in choices.items():
             if getattr(self, name) not in legal:
@@ -127,11 +156,31 @@ class EngineArgs:
         if self.num_blocks is not None and self.kv_cache_memory_bytes is not None:
             raise ValueError("num_blocks and kv_cache_memory_bytes both set the KV cache's size: give one")
 
+    def _parallel_config(self) -> ParallelConfig:
+        return ParallelConfig(
+            tensor_parallel_size=self.tensor_parallel_size,
+            prefill_context_parallel_size=self.prefill_context_parallel_size,
+            decode_context_parallel_size=self.decode_context_parallel_size,
+            pipeline_parallel_size=self.pipeline_parallel_size,
+            data_parallel_size=self.data_parallel_size,
+            enable_expert_parallel=self.enable_expert_parallel,
+            cp_kv_cache_interleave_size=self.cp_kv_cache_interleave_size,
+        )
+
+    def _step_tokens(self) -> int:
+        """Tokens that a rank computes per step."""
+        if self.max_num_batched_tokens is not None:
+            return self.max_num_batched_tokens
+        return DEFAULT_STEP_TOKENS if self.pipeline_parallel_size == 1 else DEFAULT_PIPELINE_STEP_TOKENS
+
     def _cache_config(self, model: ModelConfig, parallel: ParallelConfig) -> CacheConfig:
-        spec = KVSpec(model.num_layers, model.mla.token_dim, DTYPES[model.dtype], self.block_size)
+        """Blocks of one rank: as told, or as many as memory allows and requests can use."""
+        spec = fullest_kv_spec(model, parallel, self.block_size)
         num_blocks = self.num_blocks
         if num_blocks is None:
-            useful = self.max_num_seqs * spec.blocks_for(self.max_model_len or model.max_position_embeddings)
+            longest = self.max_model_len or model.max_position_embeddings
+            virtual_block = self.block_size * parallel.decode_context_parallel_size
+            useful = self.max_num_seqs * -(-longest // virtual_block)
             num_bytes = self.kv_cache_memory_bytes
             if num_bytes is None:
                 share = int(available_memory() * DEFAULT_KV_CACHE_SHARE) // parallel.world_size
@@ -139,15 +188,16 @@ class EngineArgs:
             num_blocks = min(spec.num_blocks_in(num_bytes), useful)
             if num_blocks == 0:
                 raise ValueError(
-                    f"kv_cache_memory_bytes={num_bytes} holds no block: "
-                    f"one of {self.block_size} tokens takes {spec.bytes_per_block} bytes"
+                    f"kv_cache_memory_bytes={num_bytes} holds no block: one of {self.block_size} tokens "
+                    f"takes {spec.bytes_per_block} bytes in the {spec.num_layers} layers of a rank"
                 )
         return CacheConfig(self.block_size, num_blocks, self.enable_prefix_caching)
 
-    def _max_model_len(self, model: ModelConfig, cache: CacheConfig) -> int:
+    def _max_model_len(self, model: ModelConfig, parallel: ParallelConfig, cache: CacheConfig) -> int:
         """The limit given, or the largest one that model and cache allow."""
+        dcp = parallel.decode_context_parallel_size
         # The last token generated is never fed back: its KV needs no slot.
-        capacity = cache.num_blocks * cache.block_size + 1
+        capacity = cache.num_blocks * cache.block_size * dcp + 1
         wanted = self.max_model_len
         if wanted is None:
             wanted = min(model.max_position_embeddings, capacity)
@@ -163,9 +213,10 @@ class EngineArgs:
                 f"of {self.model}"
             )
         if wanted > capacity:
+            over = f" on each of {dcp} DCP ranks" if dcp > 1 else ""
             raise ValueError(
                 f"the KV cache is too small for one request of max_model_len={wanted}: its "
-                f"{cache.num_blocks} blocks of {cache.block_size} tokens allow {capacity}. Raise "
+                f"{cache.num_blocks} blocks of {cache.block_size} tokens{over} allow {capacity}. Raise "
                 f"kv_cache_memory_bytes (or num_blocks), or lower max_model_len"
             )
         return wanted
@@ -191,4 +242,6 @@ class EngineArgs:
             collective_timeout_s=self.collective_timeout_s,
             min_split_tokens=self.min_split_tokens,
             debug_poison=self.debug_poison,
+            context_attention=self.context_attention,
+            check_step_plans=self.check_step_plans,
         )
