@@ -11,14 +11,22 @@ from prefold.testing.run_ranks import run_ranks
 if TYPE_CHECKING:
     from prefold.testing.checkpoints import make_benchmark_checkpoint, make_checkpoint
     from prefold.testing.dense import DenseContext
-    from prefold.testing.threads import run_threads
+    from prefold.testing.threads import run_mesh_threads, run_threads
 
-__all__ = ["DenseContext", "make_benchmark_checkpoint", "make_checkpoint", "run_ranks", "run_threads"]
+__all__ = [
+    "DenseContext",
+    "make_benchmark_checkpoint",
+    "make_checkpoint",
+    "run_mesh_threads",
+    "run_ranks",
+    "run_threads",
+]
 
 _HOME = {
     "DenseContext": "prefold.testing.dense",
     "make_benchmark_checkpoint": "prefold.testing.checkpoints",
     "make_checkpoint": "prefold.testing.checkpoints",
+    "run_mesh_threads": "prefold.testing.threads",
     "run_threads": "prefold.testing.threads",
 }
 
