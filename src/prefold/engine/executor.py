@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import weakref
+from collections import deque
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -42,13 +43,31 @@ class EngineDeadError(RuntimeError):
 
 
 class Executor(Protocol):
-    """All ranks of an engine."""
+    """All ranks of an engine. Replica d is ranks [d * replica_size, (d + 1) * replica_size)."""
 
-    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        """Run one step on every rank; the result is the sampling rank's.
+    def submit(self, replica: int, step: SchedulerOutput) -> None:
+        """Hand a step to the ranks of a replica, which run their steps in order. Does not wait.
 
         Raises:
             EngineDeadError: a rank has failed, now or before.
+        """
+        ...
+
+    def receive(self) -> tuple[int, ModelRunnerOutput]:
+        """(replica, output) of the next step to end. Outputs of a replica come in the order of its steps.
+
+        Raises:
+            EngineDeadError: a rank has failed, now or before.
+        """
+        ...
+
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        """Run one step on replica 0: `submit` and `receive`."""
+        ...
+
+    def check_health(self) -> None:
+        """Raises:
+        EngineDeadError: a rank has failed, now or before.
         """
         ...
 
@@ -71,13 +90,31 @@ class InProcessExecutor:
         from prefold.worker.worker import start_worker  # imports torch: only where a rank runs
 
         self._worker: Worker | None = start_worker(config, rank=0, init_file=None)
+        self._steps: deque[SchedulerOutput] = deque()
+
+    def submit(self, replica: int, step: SchedulerOutput) -> None:
+        """See Executor.submit."""
+        assert replica == 0, replica
+        self.check_health()
+        self._steps.append(step)
+
+    def receive(self) -> tuple[int, ModelRunnerOutput]:
+        """Run the oldest step."""
+        self.check_health()
+        assert self._worker is not None
+        output = self._worker.execute(self._steps.popleft())
+        assert output is not None
+        return 0, output
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        """See Executor.execute."""
+        self.submit(0, step)
+        return self.receive()[1]
+
+    def check_health(self) -> None:
+        """See Executor.check_health."""
         if self._worker is None:
             raise EngineDeadError("the engine was shut down")
-        output = self._worker.execute(step)
-        assert output is not None
-        return output
 
     def shutdown(self) -> None:
         self._worker = None
@@ -140,18 +177,38 @@ class MultiProcessExecutor:
                 logger.info("rank %d is ready: process %d on cores %s", rank, info.pid, info.cores)
                 waiting.discard(rank)
 
-    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        """See Executor.execute."""
+    def submit(self, replica: int, step: SchedulerOutput) -> None:
+        """See Executor.submit."""
         if self._failure is not None:
             raise EngineDeadError(self._failure)
         message = STEP + self._encoder.encode(step)
-        for rank, connection in enumerate(self._connections):
+        size = self._config.parallel.replica_size
+        for rank in range(replica * size, (replica + 1) * size):
             try:
-                connection.send_bytes(message)
+                self._connections[rank].send_bytes(message)
             except OSError:
                 self._receive(rank, OUTPUT)  # says what became of it
+
+    def receive(self) -> tuple[int, ModelRunnerOutput]:
+        """See Executor.receive."""
+        if self._failure is not None:
+            raise EngineDeadError(self._failure)
         first = self._readable(range(len(self._connections)))[0]
-        return self._decoder.decode(self._receive(first, OUTPUT))
+        output = self._decoder.decode(self._receive(first, OUTPUT))
+        return first // self._config.parallel.replica_size, output
+
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        """See Executor.execute."""
+        self.submit(0, step)
+        return self.receive()[1]
+
+    def check_health(self) -> None:
+        """See Executor.check_health."""
+        if self._failure is not None:
+            raise EngineDeadError(self._failure)
+        for rank, process in enumerate(self._processes):
+            if process.poll() is not None:
+                self._receive(rank, OUTPUT)
 
     def _readable(self, ranks: set[int] | range) -> list[int]:
         """Those of `ranks` that have sent something or are gone; waits for one."""
