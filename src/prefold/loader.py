@@ -33,12 +33,15 @@ def load_weights(
 
     Strict: raises ValueError naming tensors that are missing, unexpected, of another shape or of a
     dtype that is no plain float, before the first is read. `progress(done, total)` counts tensors.
+
+    A tensor that a model names without a part for itself is checked and not read.
     """
     entries = check_checkpoint_files(folder)
     weights = {weight.name: weight for weight in model.weights(entries.keys())}
     _check(weights, entries, model, Path(folder))
     by_file: dict[Path, list[Weight]] = {}
-    for weight in weights.values():
+    needed = [weight for weight in weights.values() if weight.parts]
+    for weight in needed:
         by_file.setdefault(entries[weight.name].file, []).append(weight)
     done = 0
     for file, file_weights in by_file.items():
@@ -48,7 +51,7 @@ def load_weights(
                     _copy(weight, tensors)
                     done += 1
                     if progress is not None:
-                        progress(done, len(weights))
+                        progress(done, len(needed))
         except SafetensorError as error:
             raise ValueError(f"{file} is corrupt: {error}") from None
 

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from prefold.config import RuntimeConfig
 from prefold.hf_config import load_model_config
+from prefold.layers.weight import Weight
 from prefold.loader import load_weights
 from prefold.models.registry import build_model
 from prefold.testing.checkpoints import make_checkpoint
@@ -44,9 +45,9 @@ def write(tmp_path: Path, tensors):
     return write
 
 
-def load(folder: Path, group: ThreadGroup | None = None, dtype: str = "auto"):
+def load(folder: Path, group: ThreadGroup | None = None, dtype: str = "auto", layers: range | None = None):
     config = load_model_config(folder, dtype)
-    model = build_model(config, group or single_rank(), Workspace(), RuntimeConfig(), 64)
+    model = build_model(config, group or single_rank(), Workspace(), RuntimeConfig(), 64, layers)
     for parameter in model.parameters():
         parameter.fill_(float("nan"))
     load_weights(model, folder)
@@ -163,10 +164,10 @@ def test_stacked_experts_equal_experts_apart(write, tensors):
 def test_values_are_converted(write, tensors, stored: torch.dtype, dtype: str):
     changes = {name: value.to(stored) for name, value in tensors[1].items()}
     model = load(write(changes), dtype=dtype)
-    got = model.layers[1].mlp.gate_up[3, 32:]
+    got = model.layers["1"].mlp.gate_up[3, 32:]
     assert got.dtype == getattr(torch, dtype)
     assert torch.equal(got, changes[EXPERT].to(got.dtype))
-    router = model.layers[1].mlp.router
+    router = model.layers["1"].mlp.router
     assert router.weight.dtype == router.bias.dtype == torch.float32
 
 
@@ -193,3 +194,113 @@ def test_ranks_share_out_the_vocabulary(write, tensors):
     for _, out, logits in results:
         assert torch.equal(out, whole)
         torch.testing.assert_close(logits, whole @ whole.t(), rtol=1e-5, atol=1e-5)
+
+
+STAGES = [range(1), range(1, 2)]
+"""The two layers of the tiny checkpoint, one per stage."""
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_stage_has_its_own_parameters_and_no_others(write, tied: bool):
+    """Together all of the whole model's, under the same names and with the same values."""
+    folder = write(tie_word_embeddings=tied)
+    whole = load(folder)
+    first, last = (load(folder, layers=layers) for layers in STAGES)
+    assert state(first).keys() & state(last).keys() == set()
+    extra = {"head.weight": whole.embedding.weight} if tied else {}  # tied: the last stage has a copy
+    assert state(first).keys() | state(last).keys() == state(whole).keys() | extra.keys()
+    for stage in (first, last):
+        for name, value in state(stage).items():
+            assert torch.equal(value, (state(whole) | extra)[name]), name
+    assert {name.split(".")[0] for name in state(first)} == {"embedding", "layers"}
+    assert {name.split(".")[0] for name in state(last)} == {"layers", "norm", "head"}
+
+
+def num_bytes(model) -> int:
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def test_a_stage_takes_its_share_of_memory(write):
+    folder = write()
+    whole = num_bytes(load(folder))
+    head = num_bytes(load(folder).head)
+    assert sum(num_bytes(load(folder, layers=layers)) for layers in STAGES) == whole
+    folder = write(tie_word_embeddings=True)
+    assert num_bytes(load(folder)) == whole - head
+    assert sum(num_bytes(load(folder, layers=layers)) for layers in STAGES) == whole
+
+
+def test_a_stage_reads_its_tensors_only(write, tensors):
+    folder = write()
+    seen: list[set[str]] = []
+    for layers in STAGES:
+        model = build_model(
+            load_model_config(folder), single_rank(), Workspace(), RuntimeConfig(), 64, layers
+        )
+        seen.append({weight.name for weight in model.weights(tensors[1].keys()) if weight.parts})
+        counts = []
+        load_weights(model, folder, lambda done, total, counts=counts: counts.append(total))
+        assert counts == [len(seen[-1])] * len(seen[-1])
+    assert seen[0] & seen[1] == set()
+    assert seen[0] | seen[1] == set(tensors[1])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_some_stage_misses_any_tensor(write, tensors, tied: bool):
+    """Exactly the stage that needs it; a tied head needs the embedding on two."""
+    for name in tensors[1]:
+        if tied and name == "lm_head.weight":
+            continue
+        folder = write({name: None}, tie_word_embeddings=tied)
+        failed = [stage for stage, layers in enumerate(STAGES) if refuses(folder, layers, "missing", name)]
+        if name == "model.embed_tokens.weight":
+            assert failed == ([0, 1] if tied else [0])
+        elif name.startswith("model.layers."):
+            assert failed == [int(name.split(".")[2])]
+        else:
+            assert failed == [1]
+
+
+@pytest.mark.parametrize(
+    ("name", "stages"),
+    [
+        ("model.layers.0.extra", [0]),
+        ("model.layers.1.mlp.experts.8.up_proj.weight", [1]),
+        ("model.layers.00.extra", [0, 1]),
+        ("model.layers.4.extra", [0, 1]),
+        ("model.layers.extra", [0, 1]),
+        ("model.layer.0.extra", [0, 1]),
+        ("model.embed_tokens.bias", [0, 1]),
+        ("lm_head.bias", [0, 1]),
+        ("extra", [0, 1]),
+    ],
+)
+def test_some_stage_refuses_any_unexpected_tensor(write, name: str, stages: list[int]):
+    folder = write({name: torch.ones(3)})
+    assert [i for i, layers in enumerate(STAGES) if refuses(folder, layers, "unexpected", name)] == stages
+
+
+def refuses(folder: Path, layers: range, kind: str, name: str) -> bool:
+    try:
+        load(folder, layers=layers)
+    except ValueError as error:
+        assert f"1 {kind} tensors: {name}" in str(error)  # noqa: PT017
+        return True
+    return False
+
+
+def test_a_tensor_without_a_part_is_checked_and_not_read(write, tensors):
+    class Needs:
+        def weights(self, names):
+            yield Weight("extra.weight", (2, 3), ())
+
+        def ignorable(self, name):
+            return name in tensors[1]
+
+    counts = []
+    load_weights(Needs(), write({"extra.weight": torch.ones(2, 3)}), lambda *count: counts.append(count))
+    assert counts == []
+    with pytest.raises(ValueError, match=r"extra.weight is \[3, 2\], needs \[2, 3\]"):
+        load_weights(Needs(), write({"extra.weight": torch.ones(3, 2)}))
+    with pytest.raises(ValueError, match=r"missing tensors: extra.weight"):
+        load_weights(Needs(), write())

@@ -292,6 +292,81 @@ def test_vocabulary_that_tp_does_not_divide(tmp_path: Path):
     assert all((logits - expected).abs().max() < 1e-4 for _, logits in results)
 
 
+class Chain:
+    """Pipeline stages one after the other, each with a cache of its own: what a whole model is to `run`."""
+
+    def __init__(self, folder: Path, bounds: list[int], group=None, compute: str = "float32") -> None:
+        config = load_model_config(folder)
+        self.stages = []
+        for start, end in pairwise(bounds):
+            runtime, workspace = RuntimeConfig(compute_dtype=compute), Workspace(poison=True)
+            group = group or single_rank()
+            model = build_model(config, group, workspace, runtime, MAX_MODEL_LEN, range(start, end))
+            load_weights(model, folder)
+            self.stages.append((model, DenseContext(config)))
+        self.compute_logits = model.compute_logits
+
+    def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, ctx: object) -> torch.Tensor:
+        hidden = None
+        for model, stage_ctx in self.stages:
+            # As if it came from another process.
+            hidden = model(tokens, positions, stage_ctx, None if hidden is None else hidden.clone())
+            assert hidden.dtype == model.compute_dtype
+        return hidden
+
+
+def splits(num_layers: int) -> list[list[int]]:
+    """Bounds of 2, 3 and `num_layers` stages, uneven ones too."""
+    return [
+        [0, 1, num_layers],
+        [0, num_layers - 1, num_layers],
+        [0, 1, 3, num_layers],
+        [*range(num_layers + 1)],
+    ]
+
+
+@pytest.mark.parametrize("architecture", SUPPORTED_ARCHITECTURES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_stages_equal_the_whole_model_bit_for_bit(architecture: str, tied: bool, tmp_path: Path):
+    layers = {"num_hidden_layers": 5}
+    if architecture == GLM:
+        layers["mlp_layer_types"] = ["dense", "sparse", "dense", "sparse", "sparse"]
+    folder = make_checkpoint(architecture, tmp_path, tie_word_embeddings=tied, **layers)
+    config = load_model_config(folder)
+    prompt = prompt_of(config, 90)
+    for compute in ("float32", "bfloat16"):
+        whole = load(folder, compute=compute)[1]
+        tokens, expected = greedy(whole, config, prompt, 6, chunks=(1, 50, 50))
+        for bounds in splits(5):
+            chain = Chain(folder, bounds, compute=compute)
+            chained_tokens, logits = greedy(chain, config, prompt, 6, chunks=(1, 50, 50))
+            assert torch.equal(chained_tokens, tokens)
+            assert torch.equal(logits, expected), bounds
+
+
+def test_stages_of_tensor_parallel_ranks(checkpoints: dict[str, Path]):
+    folder = checkpoints[V3]
+    config = load_model_config(folder)
+    prompt = prompt_of(config, 40)
+
+    def whole(group):
+        return greedy(load(folder, group, poison=True)[1], config, prompt, 3, chunks=(30,))[1]
+
+    def chained(group):
+        bounds = [*range(config.num_layers + 1)]
+        return greedy(Chain(folder, bounds, group), config, prompt, 3, chunks=(30,))[1]
+
+    for one, other in zip(run_threads(2, whole), run_threads(2, chained)):
+        assert torch.equal(one, other)
+
+
+def test_a_stage_tells_attention_its_layers_from_0_on(checkpoints: dict[str, Path]):
+    config = load_model_config(checkpoints[V3])
+    chain = Chain(checkpoints[V3], [0, 1, config.num_layers])
+    run(chain, None, prompt_of(config, 3), 0)
+    assert [list(ctx.kv) for _, ctx in chain.stages] == [[0], list(range(config.num_layers - 1))]
+
+
 @pytest.mark.parametrize("architecture", SUPPORTED_ARCHITECTURES)
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 def test_bfloat16_weights(architecture: str, compute: str, tmp_path: Path):

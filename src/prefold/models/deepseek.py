@@ -2,10 +2,14 @@
 
 The three differ in configuration only, and `ModelConfig` says all of it. A layer hands its queries
 and its new KV to `ctx.attend`, which knows where the tokens are cached and which rank holds them.
+
+A pipeline stage is a model of some of the layers. What travels from one to the next is the residual
+stream: the same numbers, bit for bit, from which the next layer of a whole model goes on.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container, Iterator
 from typing import TYPE_CHECKING
 
@@ -26,12 +30,18 @@ if TYPE_CHECKING:
     from prefold.workspace import Workspace
 
 
+EMBEDDING, NORM, HEAD = "model.embed_tokens", "model.norm", "lm_head"
+LAYER_NAME = re.compile(r"model\.layers\.(0|[1-9][0-9]*)\.")
+
 DELTA = "layer.delta"
 # Role of what attention and MLP add to the residual stream: each is added before the other is computed.
 
 
 class MLAttention(nn.Module):
-    """Multi-head Latent Attention up to and after `ctx.attend`. Splits heads over TP."""
+    """Multi-head Latent Attention up to and after `ctx.attend`. Splits heads over TP.
+
+    `layer_idx` is what `ctx.attend` is told: the layer's place on this rank.
+    """
 
     def __init__(self, config: ModelConfig, layer_idx: int, rotary: RotaryEmbedding, env: Env) -> None:
         super().__init__()
@@ -103,15 +113,22 @@ class MLAttention(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP (dense or experts), each behind a norm and added to the residual stream."""
+    """Attention and MLP (dense or experts), each behind a norm and added to the residual stream.
 
-    def __init__(self, config: ModelConfig, layer_idx: int, rotary: RotaryEmbedding, env: Env) -> None:
+    Args:
+        layer: number in the checkpoint.
+        layer_idx: place on this rank.
+    """
+
+    def __init__(
+        self, config: ModelConfig, layer: int, layer_idx: int, rotary: RotaryEmbedding, env: Env
+    ) -> None:
         super().__init__()
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.input_norm = RMSNorm(hidden, eps, env)
         self.attention = MLAttention(config, layer_idx, rotary, env)
         self.post_attention_norm = RMSNorm(hidden, eps, env)
-        if config.moe_layers[layer_idx]:
+        if config.moe_layers[layer]:
             assert config.moe is not None
             self.mlp = MoE(hidden, config.moe, config.mlp_bias, DELTA, env)
         else:
@@ -128,7 +145,14 @@ class DecoderLayer(nn.Module):
 
 
 class DeepseekModel(nn.Module):
-    """The decoder of one rank. Parameters are uninitialised until `loader.load_weights`."""
+    """The decoder of one rank, or the layers that its pipeline stage computes.
+
+    The stage with layer 0 has the embedding, the one with the last layer the final norm and the head.
+    Parameters are uninitialised until `loader.load_weights`.
+
+    Args:
+        layers: consecutive layers of this stage, by their numbers in the checkpoint.
+    """
 
     def __init__(
         self,
@@ -137,65 +161,102 @@ class DeepseekModel(nn.Module):
         workspace: Workspace,
         runtime: RuntimeConfig,
         max_model_len: int,
+        layers: range,
     ) -> None:
         super().__init__()
+        assert 0 <= layers.start < layers.stop <= config.num_layers, (layers, config.num_layers)
+        assert layers.step == 1, layers
         self.config, self.workspace = config, workspace
         self.compute_dtype = getattr(torch, runtime.compute_dtype)
         env = Env(tp_group, workspace, getattr(torch, config.dtype), self.compute_dtype, runtime.device)
         self.rotary = RotaryEmbedding(config.rope, max_model_len, workspace, runtime.device)
-        self.embedding = VocabParallel(config.vocab_size, config.hidden_size, env)
-        self.layers = nn.ModuleList(
-            DecoderLayer(config, i, self.rotary, env) for i in range(config.num_layers)
-        )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, env)
+        is_first, is_last = layers.start == 0, layers.stop == config.num_layers
         tied = config.tie_word_embeddings
-        self.head = self.embedding if tied else VocabParallel(config.vocab_size, config.hidden_size, env)
+
+        def vocab_parallel() -> VocabParallel:
+            return VocabParallel(config.vocab_size, config.hidden_size, env)
+
+        self.embedding = vocab_parallel() if is_first else None
+        # Keyed by the layers' own numbers, so that a parameter has one name on every layout.
+        self.layers = nn.ModuleDict(
+            {str(layer): DecoderLayer(config, layer, i, self.rotary, env) for i, layer in enumerate(layers)}
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, env) if is_last else None
+        self.head = None
+        if is_last:
+            self.head = self.embedding if tied and is_first else vocab_parallel()
 
     def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: AttentionContext
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        ctx: AttentionContext,
+        hidden: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """input_ids, positions [T] int64 -> hidden states after the final norm [T, hidden].
+        """input_ids, positions [T] int64 -> hidden states [T, hidden], of the compute dtype.
 
-        T may be 0. The result is a workspace buffer, valid until the next forward. All TP ranks
-        must call this with equal arguments.
+        T may be 0. All TP ranks must call this with equal arguments.
+
+        Args:
+            hidden: what the previous stage returned, [T, hidden]; overwritten. Stages with layer 0
+                need none: they embed `input_ids`.
+
+        Returns:
+            The last stage: after the final norm. Others: the residual stream. Both are buffers,
+            valid until the next forward.
         """
         shape = (input_ids.shape[0], self.config.hidden_size)
-        residual = self.workspace.get("model.residual", shape, self.compute_dtype)
         normed = self.workspace.get("model.normed", shape, self.compute_dtype)
         rope_rows = self.rotary.rows(positions)
-        self.embedding.embed(input_ids, out=residual)
+        if self.embedding is not None:
+            assert hidden is None
+            residual = self.workspace.get("model.residual", shape, self.compute_dtype)
+            self.embedding.embed(input_ids, out=residual)
+        else:
+            assert hidden is not None, "a later stage computes on what the previous one returned"
+            assert hidden.shape == shape, (hidden.shape, shape)
+            residual = hidden
         delta = None
-        for layer in self.layers:
+        for layer in self.layers.values():
             assert isinstance(layer, DecoderLayer)
             x = _add_norm(layer.input_norm, residual, delta, normed)
             delta = layer.attention(x, rope_rows, ctx)
             x = _add_norm(layer.post_attention_norm, residual, delta, normed)
             delta = layer.mlp(x)
+        assert delta is not None
+        if self.norm is None:
+            return residual.add_(delta)
         return _add_norm(self.norm, residual, delta, normed)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [n, hidden] -> [n, vocab_size] float32 on all TP ranks, which must all call this."""
+        """hidden [n, hidden] -> [n, vocab_size] float32 on all TP ranks of the last stage, which must
+        all call this."""
+        assert self.head is not None, "only the last stage has a head"
         return self.head.logits(hidden)
 
     def weights(self, names: Container[str]) -> Iterator[Weight]:
         """Every checkpoint tensor this rank needs; `names` are those the checkpoint has."""
-        yield from self.embedding.weights("model.embed_tokens")
-        for i, layer in enumerate(self.layers):
+        if self.embedding is not None:
+            yield from self.embedding.weights(EMBEDDING)
+        for number, layer in self.layers.items():
             assert isinstance(layer, DecoderLayer)
-            yield from layer.weights(f"model.layers.{i}", names)
-        yield from self.norm.weights("model.norm")
-        if self.head is not self.embedding:
-            yield from self.head.weights("lm_head")
+            yield from layer.weights(f"model.layers.{number}", names)
+        if self.norm is not None:
+            yield from self.norm.weights(NORM)
+        if self.head is not None and self.head is not self.embedding:
+            yield from self.head.weights(EMBEDDING if self.config.tie_word_embeddings else HEAD)
 
     def ignorable(self, name: str) -> bool:
-        """Whether a tensor of the checkpoint is knowingly left aside."""
-        config = self.config
-        if name == "lm_head.weight":
-            return config.tie_word_embeddings
-        mtp = range(config.num_layers, config.num_layers + config.num_nextn_predict_layers)
-        return name.endswith(".rotary_emb.inv_freq") or any(
-            name.startswith(f"model.layers.{i}.") for i in mtp
-        )
+        """Whether a tensor of the checkpoint is knowingly left aside: nobody needs it, or another stage
+        does. That stage insists on the tensors of its layers being complete and no more."""
+        if name.endswith(".rotary_emb.inv_freq"):
+            return True
+        if name in (f"{EMBEDDING}.weight", f"{NORM}.weight", f"{HEAD}.weight"):
+            return True
+        layer = LAYER_NAME.match(name)
+        # The multi-token-prediction layers come after the last one.
+        num_layers = self.config.num_layers + self.config.num_nextn_predict_layers
+        return layer is not None and layer[1] not in self.layers and int(layer[1]) < num_layers
 
 
 def _add_norm(

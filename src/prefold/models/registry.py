@@ -21,9 +21,11 @@ def build_model(
     workspace: Workspace,
     runtime: RuntimeConfig,
     max_model_len: int | None = None,
+    layers: range | None = None,
 ) -> DeepseekModel:
     """This rank's part of a model, weights uninitialised (see `loader.load_weights`).
 
+    `layers` are those of this rank's pipeline stage, by their numbers in the checkpoint (default: all).
     `max_model_len` bounds the positions (default: the model's) and settles rope types whose
     frequencies depend on the length: equal on all ranks.
     """
@@ -32,4 +34,7 @@ def build_model(
             f"architecture {model.architecture!r} is not supported; supported: "
             f"{', '.join(SUPPORTED_ARCHITECTURES)}"
         )
-    return DeepseekModel(model, tp_group, workspace, runtime, max_model_len or model.max_position_embeddings)
+    if layers is None:
+        layers = range(model.num_layers)
+    max_model_len = max_model_len or model.max_position_embeddings
+    return DeepseekModel(model, tp_group, workspace, runtime, max_model_len, layers)
