@@ -44,7 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "traffic": {"config", "kv_spec"} | RANK_ARITHMETIC,
     "distributed.mesh": {"config"},
     "distributed.pcp_layout": set(),
-    "distributed.layouts": {"config", "kv_spec", "distributed.mesh", "distributed.stages"},
+    "distributed.layouts": {"config", "kv_spec", "flops", "distributed.mesh", "distributed.stages"},
     "distributed.stages": {"config", "flops"},
     # Users' side and control plane.
     "__init__": {"engine", "request"},
@@ -57,7 +57,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "workspace": set(),
     "distributed": {"distributed.mesh", "config"},
     "attention": {"config", "kv_ownership", "workspace", "distributed"},
-    "layers": {"config", "workspace", "distributed"},
+    "layers": {"config", "traffic", "workspace", "distributed"},
     "loader": {"layers", "checkpoint_files", "config"},
     "attention.backend": {"config"},  # what a model sees of attention: nothing of PCP
     "models": {"attention.backend", "layers", "config", "hf_config", "workspace", "distributed"},

@@ -1,4 +1,4 @@
-"""Floating-point operations of a prefill, counted from the model's dimensions. No torch.
+"""Weights and floating-point operations of a prefill, counted from the model's dimensions. No torch.
 
 The count is of what the mathematics needs, not of what an implementation does: work that is
 repeated (an up-projection of the same context in several chunks, a padded row) does not count, so
@@ -45,31 +45,43 @@ def prefill_flops(model: ModelConfig, num_tokens: int, num_computed: int = 0) ->
 
 def layer_flops(model: ModelConfig, layer: int, num_tokens: int, num_computed: int = 0) -> PrefillFlops:
     """The same for one layer, without the head."""
-    per_token = _attention_parameters(model) + _mlp_parameters(model, layer)
+    weights = layer_parameters(model, layer)
+    per_token = weights.whole + weights.split + (model.moe.top_k * weights.expert if model.moe else 0)
     end = num_computed + num_tokens
     pairs = (end * (end + 1) - num_computed * (num_computed + 1)) // 2
     per_pair = model.num_heads * (model.mla.qk_head_dim + model.mla.v_head_dim)
     return PrefillFlops(matmul=2 * num_tokens * per_token, attention=2 * per_pair * pairs)
 
 
-def _attention_parameters(model: ModelConfig) -> int:
-    """Weights of one layer's projections: q (one or two), kv_a, kv_b, o."""
+@dataclass(frozen=True)
+class LayerParameters:
+    """Weights of one layer's matrices, by how they are spread over ranks.
+
+    Attributes:
+        whole: on every rank: projections to the latents, the router.
+        split: 1/TP on a rank: projections to and from heads, dense MLP, shared experts.
+        expert: of one routed expert; 0 in a dense layer.
+    """
+
+    whole: int
+    split: int
+    expert: int
+
+
+def layer_parameters(model: ModelConfig, layer: int) -> LayerParameters:
+    """Norms and biases are left out."""
     mla, hidden, heads = model.mla, model.hidden_size, model.num_heads
-    q_size = heads * mla.qk_head_dim
+    whole = hidden * mla.token_dim
+    split = mla.kv_lora_rank * heads * (mla.qk_nope_head_dim + mla.v_head_dim)  # kv_b
+    split += heads * mla.v_head_dim * hidden  # o
     if mla.q_lora_rank is None:
-        q = hidden * q_size
+        split += hidden * heads * mla.qk_head_dim
     else:
-        q = (hidden + q_size) * mla.q_lora_rank
-    kv_a = hidden * mla.token_dim
-    kv_b = mla.kv_lora_rank * heads * (mla.qk_nope_head_dim + mla.v_head_dim)
-    return q + kv_a + kv_b + heads * mla.v_head_dim * hidden
-
-
-def _mlp_parameters(model: ModelConfig, layer: int) -> int:
-    """Weights that one token meets in a layer's MLP (gate, up, down)."""
+        whole += hidden * mla.q_lora_rank
+        split += mla.q_lora_rank * heads * mla.qk_head_dim
     if not model.moe_layers[layer]:
-        return 3 * model.hidden_size * model.intermediate_size
+        return LayerParameters(whole, split + 3 * hidden * model.intermediate_size, expert=0)
     moe = model.moe
     assert moe is not None
-    experts = 3 * model.hidden_size * moe.intermediate_size * (moe.top_k + moe.num_shared_experts)
-    return experts + model.hidden_size * moe.num_experts
+    expert = 3 * hidden * moe.intermediate_size  # gate, up, down
+    return LayerParameters(whole + hidden * moe.num_experts, split + moe.num_shared_experts * expert, expert)

@@ -18,7 +18,6 @@ from prefold.config import (
     MLAConfig,
     ModelConfig,
     MoEConfig,
-    ParallelConfig,
     RopeConfig,
     checkpoint_folder,
 )
@@ -177,39 +176,6 @@ def load_model_config(folder: str | Path, dtype: str = "auto") -> ModelConfig:
         eos_token_ids=_eos_token_ids(raw, path),
         num_nextn_predict_layers=int(get("num_nextn_predict_layers") or 0),
     )
-
-
-def legal_tensor_parallel_sizes(model: ModelConfig) -> list[int]:
-    """TP sizes that divide everything that TP splits, ascending."""
-    sizes = _split_sizes(model)
-    return [tp for tp in range(1, model.num_heads + 1) if all(size % tp == 0 for size in sizes.values())]
-
-
-def check_parallel(model: ModelConfig, parallel: ParallelConfig) -> None:
-    """ValueError with the equation that fails if the model cannot be split that way."""
-    tp = parallel.tensor_parallel_size
-    if min(tp, parallel.prefill_context_parallel_size) < 1:
-        raise ValueError(
-            f"tensor_parallel_size={tp} and prefill_context_parallel_size="
-            f"{parallel.prefill_context_parallel_size} must be at least 1"
-        )
-    for name, size in _split_sizes(model).items():
-        if size % tp:
-            legal = ", ".join(map(str, legal_tensor_parallel_sizes(model)))
-            raise ValueError(
-                f"{name}={size} is not divisible by tensor_parallel_size={tp}; sizes that are legal for "
-                f"this model: {legal}"
-            )
-
-
-def _split_sizes(model: ModelConfig) -> dict[str, int]:
-    """What TP must divide, by config.json's name. The vocabulary is padded instead."""
-    sizes = {"num_attention_heads": model.num_heads}
-    if not all(model.moe_layers):
-        sizes["intermediate_size"] = model.intermediate_size
-    if model.moe is not None:
-        sizes["moe_intermediate_size"] = model.moe.intermediate_size
-    return sizes
 
 
 class _Reader:

@@ -4,13 +4,11 @@ import json
 import math
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from prefold.config import ParallelConfig
-from prefold.hf_config import check_parallel, legal_tensor_parallel_sizes, load_model_config
+from prefold.hf_config import load_model_config
 
 DEEPSEEK_V3 = {
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -243,26 +241,6 @@ def test_an_explicit_dtype_wins(load):
     assert load(DEEPSEEK_V3 | {"torch_dtype": "torch.bfloat16"}).dtype == "bfloat16"
     with pytest.raises(ValueError, match=r"'int8'.*float32, bfloat16"):
         load(DEEPSEEK_V3, dtype="int8")
-
-
-def test_parallel_sizes_that_divide(load):
-    config = load(GLM_FLASH)
-    assert legal_tensor_parallel_sizes(config) == [1, 2, 4]
-    check_parallel(config, ParallelConfig(4, 8))
-    with pytest.raises(
-        ValueError, match=r"num_attention_heads=20 is not divisible by tensor_parallel_size=3.*: 1, 2, 4"
-    ):
-        check_parallel(config, ParallelConfig(3, 1))
-    with pytest.raises(ValueError, match="must be at least 1"):
-        check_parallel(config, ParallelConfig(1, 0))
-    assert config.moe is not None
-    odd_experts = replace(config, moe=replace(config.moe, intermediate_size=6))
-    with pytest.raises(ValueError, match="moe_intermediate_size=6"):
-        check_parallel(odd_experts, ParallelConfig(4, 1))
-    with pytest.raises(ValueError, match="intermediate_size=9"):
-        check_parallel(replace(config, intermediate_size=9), ParallelConfig(2, 1))
-    all_sparse = replace(config, intermediate_size=9, moe_layers=(True,) * 47)
-    check_parallel(all_sparse, ParallelConfig(2, 1))
 
 
 def test_reading_a_config_imports_neither_torch_nor_transformers():

@@ -9,7 +9,8 @@ import transformers
 
 from prefold.checkpoint_files import check_checkpoint_files
 from prefold.config import ParallelConfig
-from prefold.hf_config import SUPPORTED_ARCHITECTURES, check_parallel, load_model_config
+from prefold.distributed.layouts import check_layout
+from prefold.hf_config import SUPPORTED_ARCHITECTURES, load_model_config
 from prefold.testing.checkpoints import BENCHMARK, make_benchmark_checkpoint, make_checkpoint
 
 torch.set_num_threads(1)
@@ -40,7 +41,7 @@ def test_tiny_checkpoints_are_sharded_and_legal_for_tp_8(checkpoint: Path):
     entries = check_checkpoint_files(checkpoint)
     assert len({entry.file for entry in entries.values()}) > 2
     config = load_model_config(checkpoint)
-    check_parallel(config, ParallelConfig(8, 1))
+    check_layout(config, ParallelConfig(tensor_parallel_size=8), block_size=32)
     assert config.mla.v_head_dim != config.mla.qk_head_dim
     raw = json.loads((checkpoint / "config.json").read_text())
     assert raw["topk_method"] == config.moe.topk_method

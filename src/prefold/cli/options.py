@@ -59,8 +59,8 @@ class EngineOptions:
         max_num_seqs: Requests that run at the same time.
         kv_cache_memory_bytes: Memory of the KV cache on each rank.
         num_blocks: Blocks of the KV cache on each rank, instead of the memory.
-        block_size: Tokens in a block of the KV cache on a rank. Prefix-cache hits come in multiples of it times
-            DCP.
+        block_size: Tokens in a block of the KV cache on a rank. Prefix-cache hits come in multiples of it
+            times DCP.
         enable_prefix_caching: Compute every prompt anew, even where it begins like an earlier one.
         seed: Seed of requests that bring none.
         context_workspace_tokens: Context tokens that attention up-projects at a time.

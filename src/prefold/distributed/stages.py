@@ -22,15 +22,19 @@ def split_layers(model: ModelConfig, pp: int) -> list[range]:
     Raises:
         ValueError: more stages than layers, or fewer than one.
     """
-    num_layers = model.num_layers
-    if not 1 <= pp <= num_layers:
-        raise ValueError(
-            f"pipeline_parallel_size={pp} must be between 1 and num_hidden_layers={num_layers}: "
-            "a stage computes at least one layer"
-        )
-    costs = [layer_flops(model, layer, TYPICAL_TOKENS).total for layer in range(num_layers)]
+    check_stages(model, pp)
+    costs = [layer_flops(model, layer, TYPICAL_TOKENS).total for layer in range(model.num_layers)]
     costs[-1] += 2 * model.hidden_size * model.vocab_size
     return split_costs(costs, pp)
+
+
+def check_stages(model: ModelConfig, pp: int) -> None:
+    """ValueError unless every one of `pp` stages can have a layer."""
+    if not 1 <= pp <= model.num_layers:
+        raise ValueError(
+            f"pipeline_parallel_size={pp} must be between 1 and num_hidden_layers={model.num_layers}: "
+            "a stage computes at least one layer"
+        )
 
 
 def split_costs(costs: list[int], num_stages: int) -> list[range]:

@@ -15,9 +15,9 @@ from prefold.config import (
     RuntimeConfig,
     SchedulerConfig,
 )
-from prefold.distributed.layouts import fullest_kv_spec
+from prefold.distributed.layouts import check_layout, fullest_kv_spec
 from prefold.hardware import available_cores, available_memory, fast_bfloat16
-from prefold.hf_config import check_parallel, load_model_config
+from prefold.hf_config import load_model_config
 
 logger = logging.getLogger("prefold")
 
@@ -109,7 +109,7 @@ class EngineArgs:
         self._check()
         model = load_model_config(self.model, dtype=self.dtype)
         parallel = self._parallel_config()
-        check_parallel(model, parallel)
+        check_layout(model, parallel, self.block_size)
         check_checkpoint_files(model.path)
         cache = self._cache_config(model, parallel)
         max_model_len = self._max_model_len(model, parallel, cache)

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from prefold.config import DTYPES, EngineConfig
+from prefold.config import EngineConfig
+from prefold.distributed.layouts import fullest_kv_spec
 from prefold.engine.executor import EngineDeadError, Executor, make_executor
 from prefold.engine.output_processor import OutputProcessor, TokenizerLike
 from prefold.engine.scheduler import Scheduler
-from prefold.kv_spec import KVSpec
 from prefold.request import Request, RequestOutput, RequestStatus, SamplingParams
 from prefold.step import ModelRunnerOutput, SchedulerOutput, StepStats
 
@@ -238,15 +238,20 @@ def _log_layout(config: EngineConfig) -> None:
     """Say what runs where, and how much fits."""
     parallel, runtime, cache, model = config.parallel, config.runtime, config.cache, config.model
     logger.info(
-        "%d rank(s) = TP %d x PCP %d, %d thread(s) each; weights and KV cache %s, computing in %s",
+        "%d rank(s) = DP %d x PP %d x PCP %d x TP %d, DCP %d, EP %s, %d thread(s) each; "
+        "weights and KV cache %s, computing in %s",
         parallel.world_size,
-        parallel.tensor_parallel_size,
+        parallel.data_parallel_size,
+        parallel.pipeline_parallel_size,
         parallel.prefill_context_parallel_size,
+        parallel.tensor_parallel_size,
+        parallel.decode_context_parallel_size,
+        "on" if parallel.enable_expert_parallel else "off",
         runtime.threads_per_rank,
         model.dtype,
         runtime.compute_dtype,
     )
-    spec = KVSpec(model.num_layers, model.mla.token_dim, DTYPES[model.dtype], cache.block_size)
+    spec = fullest_kv_spec(model, parallel, cache.block_size)
     logger.info(
         "KV cache of a rank: %d blocks of %d tokens = %d tokens, %.0f MiB; max_model_len %d",
         cache.num_blocks,
@@ -254,6 +259,15 @@ def _log_layout(config: EngineConfig) -> None:
         cache.num_blocks * cache.block_size,
         cache.num_blocks * spec.bytes_per_block / 2**20,
         config.scheduler.max_model_len,
+    )
+    logger.info(
+        "KV cache in all: %d tokens in each of %d replica(s); a virtual block, the unit of a prefix-cache "
+        "hit, is %d tokens on each of %d DCP rank(s) = %d tokens",
+        cache.num_blocks * config.virtual_block_size,
+        parallel.data_parallel_size,
+        cache.block_size,
+        parallel.decode_context_parallel_size,
+        config.virtual_block_size,
     )
 
 
