@@ -26,6 +26,27 @@ def exchange_bytes(kv_bytes: int, hidden_bytes: int) -> tuple[int, int]:
     return offset, offset + hidden_bytes
 
 
+def experts_of(place: int, num_experts: int, size: int) -> range:
+    """Experts on rank `place` of an EP group of `size` ranks: counts differ by at most 1, and may be 0.
+
+    >>> [list(experts_of(place, 8, 3)) for place in range(3)]
+    [[0, 1], [2, 3, 4], [5, 6, 7]]
+    """
+    return range(num_experts * place // size, num_experts * (place + 1) // size)
+
+
+def dispatch_row_bytes(hidden_size: int, top_k: int, itemsize: int) -> tuple[int, int]:
+    """(offset of ids and weights, length) of a token on its way to experts.
+
+    `hidden | top_k ids, 4 bytes each | top_k weights, 4 bytes each`, padded to ALIGNMENT.
+
+    >>> dispatch_row_bytes(hidden_size=1024, top_k=8, itemsize=2)
+    (2048, 2112)
+    """
+    offset = -(-hidden_size * itemsize // 4) * 4
+    return offset, -(-(offset + 8 * top_k) // ALIGNMENT) * ALIGNMENT
+
+
 @dataclass(frozen=True)
 class StepTraffic:
     """Bytes of one step on one rank, by collective."""

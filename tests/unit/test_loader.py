@@ -150,13 +150,13 @@ def test_stacked_experts_equal_experts_apart(write, tensors):
     for name, value in state(load(folder)).items():
         assert torch.equal(value, apart[name]), name
     halves = run_threads(2, lambda group: state(load(folder, group)))
-    name = "layers.1.mlp.gate_up"
+    name = "layers.1.mlp.experts.gate_up"
     gate, up = apart[name].chunk(2, dim=1)
     for rank, half in enumerate(halves):
         expected = torch.cat((gate.chunk(2, dim=1)[rank], up.chunk(2, dim=1)[rank]), dim=1)
         assert torch.equal(half[name], expected)
-        down = apart["layers.1.mlp.down"].chunk(2, dim=2)[rank]
-        assert torch.equal(half["layers.1.mlp.down"], down)
+        down = apart["layers.1.mlp.experts.down"].chunk(2, dim=2)[rank]
+        assert torch.equal(half["layers.1.mlp.experts.down"], down)
 
 
 @pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float32])
@@ -164,7 +164,7 @@ def test_stacked_experts_equal_experts_apart(write, tensors):
 def test_values_are_converted(write, tensors, stored: torch.dtype, dtype: str):
     changes = {name: value.to(stored) for name, value in tensors[1].items()}
     model = load(write(changes), dtype=dtype)
-    got = model.layers["1"].mlp.gate_up[3, 32:]
+    got = model.layers["1"].mlp.experts.gate_up[3, 32:]
     assert got.dtype == getattr(torch, dtype)
     assert torch.equal(got, changes[EXPERT].to(got.dtype))
     router = model.layers["1"].mlp.router

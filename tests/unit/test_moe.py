@@ -107,7 +107,7 @@ def definition(layer: MoE, x: torch.Tensor) -> torch.Tensor:
     dense = torch.zeros(len(x), layer.moe.num_experts, dtype=torch.float64).scatter(1, ids, weights.double())
     out = torch.zeros(x.shape, dtype=torch.float64)
     for expert in range(layer.moe.num_experts):
-        out += dense[:, expert, None] * mlp(layer.gate_up[expert], layer.down[expert])
+        out += dense[:, expert, None] * mlp(layer.experts.gate_up[expert], layer.experts.down[expert])
     return out if layer.shared is None else out + mlp(layer.shared.gate_up.weight, layer.shared.down.weight)
 
 
@@ -153,6 +153,9 @@ def test_bfloat16_weights_with_float32_activations(num_tokens: int):
     moe = MoEConfig(4, 2, 16, 1, 1, 1, "sigmoid", "noaux_tc", True, 1.5)
     layer = MoE(HIDDEN, moe, False, "out", env_of(dtype=torch.bfloat16))
     fill(layer, 0)
+    layer.router.bias.zero_()
     x = torch.randn(num_tokens, HIDDEN, generator=torch.Generator().manual_seed(1))
+    if num_tokens > 48:
+        assert layer.router(x)[1].flatten().bincount(minlength=4).min() >= 48, "an expert has few tokens"
     error = (layer(x).double() - definition(layer, x)).abs().max()
     assert error < (0.1 if num_tokens < 48 else 1e-4)

@@ -19,6 +19,7 @@ from prefold.layers.weight import Weight, parameter, shard, whole
 
 if TYPE_CHECKING:
     from prefold.distributed.group import Group
+    from prefold.layers.expert_parallel import ExpertParallel
     from prefold.workspace import Workspace
 
 CONVERT_WEIGHT_FROM = 48
@@ -35,13 +36,17 @@ MLP_TILE = 1024
 
 @dataclass(frozen=True)
 class Env:
-    """What every layer needs to be built: its TP group, scratch memory and dtypes."""
+    """What every layer needs to be built: its TP group, scratch memory and dtypes.
+
+    `experts`: whole experts live on ranks of the EP group; None: a part of each is on every TP rank.
+    """
 
     tp: Group
     workspace: Workspace
     weight_dtype: torch.dtype
     compute_dtype: torch.dtype
     device: str
+    experts: ExpertParallel | None = None
 
 
 def prepared(weight: torch.Tensor, num_rows: int, name: str, env: Env) -> torch.Tensor:

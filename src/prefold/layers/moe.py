@@ -1,4 +1,4 @@
-"""Mixture of experts: routing, and experts split over their intermediate dim by TP."""
+"""Mixture of experts: routing, shared experts, and the routed ones in one of two forms."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from prefold.config import MoEConfig
-from prefold.layers.linear import Env, GatedMLP, gated_mlp, prepared_mlp, tiles
-from prefold.layers.weight import Weight, parameter, shard, whole
+from prefold.layers.experts import TensorParallelExperts, WholeExperts
+from prefold.layers.linear import Env, GatedMLP
+from prefold.layers.weight import Weight, parameter, whole
 
 
 class Router(nn.Module):
@@ -69,81 +70,38 @@ class Router(nn.Module):
 
 
 class MoE(nn.Module):
-    """Routed experts and shared experts; x [n, hidden] -> [n, hidden] with one all-reduce.
+    """Routed experts and shared experts; x [n, hidden] -> [n, hidden] with one all-reduce over TP.
 
-    Every rank routes all its tokens alike (routing is replicated over TP) and computes its share of
-    every expert's intermediate dim.
+    Every rank routes all its tokens alike (routing is replicated over TP). Where the routed experts
+    live, and how rows get there, is the business of `experts`: each rank has a part of every expert,
+    or, with `env.experts`, whole experts. The shared expert is split over TP and computed while rows travel.
     """
 
     def __init__(self, hidden_size: int, moe: MoEConfig, bias: bool, role: str, env: Env) -> None:
         super().__init__()
-        assert moe.intermediate_size % env.tp.size == 0
         self.moe, self.role, self.env = moe, role, env
         self.router = Router(hidden_size, moe, env)
-        self.width = moe.intermediate_size // env.tp.size
-        like = {"dtype": env.weight_dtype, "device": env.device}
-        self.gate_up = parameter(moe.num_experts, 2 * self.width, hidden_size, **like)
-        self.down = parameter(moe.num_experts, hidden_size, self.width, **like)
+        if env.experts is None:
+            self.experts = TensorParallelExperts(hidden_size, moe, env)
+        else:
+            self.experts = WholeExperts(hidden_size, moe, env.experts, env)
         shared_size = moe.intermediate_size * moe.num_shared_experts
         self.shared = GatedMLP(hidden_size, shared_size, bias, role, env) if shared_size else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weights, ids = self.router(x)
+        add_routed = self.experts.start(x, *self.router(x))
         if self.shared is not None:
             out = self.shared.partial(x)
         else:
             out = self.env.workspace.get(self.role, x.shape, x.dtype).zero_()
-        self._add_experts_(out, x, weights, ids)
+        add_routed(out)
         if self.shared is not None:
             return self.shared.down.finish(out)
         return self.env.tp.all_reduce(out)
-
-    def _add_experts_(
-        self, out: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
-    ) -> None:
-        """out += sum over each token's experts, all [n, hidden] but weights and ids [n, top_k]."""
-        workspace, hidden = self.env.workspace, x.shape[1]
-        flat_ids = ids.flatten()
-        order = flat_ids.argsort(stable=True)
-        tokens = order // self.moe.top_k
-        sorted_weights = weights.flatten()[order].to(x.dtype)
-        start = 0
-        for expert, count in enumerate(flat_ids.bincount(minlength=self.moe.num_experts).tolist()):
-            if count == 0:
-                continue
-            mlp = prepared_mlp(self.gate_up[expert], self.down[expert], count, self.env)
-            for tile in tiles(count):
-                mine = slice(start + tile.start, start + tile.stop)
-                rows = workspace.get("moe.rows", (tile.stop - tile.start, hidden), x.dtype)
-                torch.index_select(x, 0, tokens[mine], out=rows)
-                result = gated_mlp(rows, *mlp, workspace.get("moe.result", rows.shape, x.dtype), self.env)
-                out.index_add_(0, tokens[mine], result.mul_(sorted_weights[mine, None]))
-            start += count
 
     def weights(self, prefix: str, names: Container[str]) -> Iterator[Weight]:
         """`names`: the checkpoint's tensors. They tell whether its experts are stacked or apart."""
         yield from self.router.weights(f"{prefix}.gate")
         if self.shared is not None:
             yield from self.shared.weights(f"{prefix}.shared_experts")
-        if f"{prefix}.experts.gate_up_proj" in names:
-            yield from self._stacked(f"{prefix}.experts")
-        else:
-            yield from self._apart(f"{prefix}.experts")
-
-    def _apart(self, prefix: str) -> Iterator[Weight]:
-        tp, width = self.env.tp, self.width
-        for i in range(self.moe.num_experts):
-            yield shard(f"{prefix}.{i}.gate_proj.weight", self.gate_up[i, :width], 0, tp.rank, tp.size)
-            yield shard(f"{prefix}.{i}.up_proj.weight", self.gate_up[i, width:], 0, tp.rank, tp.size)
-            yield shard(f"{prefix}.{i}.down_proj.weight", self.down[i], 1, tp.rank, tp.size)
-
-    def _stacked(self, prefix: str) -> Iterator[Weight]:
-        tp, width, full = self.env.tp, self.width, self.moe.intermediate_size
-        experts, _, hidden = self.gate_up.shape
-        parts = []
-        for half in range(2):
-            start = half * full + tp.rank * width
-            slices = (slice(0, experts), slice(start, start + width), slice(0, hidden))
-            parts.append((slices, self.gate_up[:, half * width : (half + 1) * width]))
-        yield Weight(f"{prefix}.gate_up_proj", (experts, 2 * full, hidden), tuple(parts))
-        yield shard(f"{prefix}.down_proj", self.down, 2, tp.rank, tp.size)
+        yield from self.experts.weights(f"{prefix}.experts", names)

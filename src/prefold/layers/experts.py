@@ -1,0 +1,150 @@
+"""The routed experts that a rank holds: their weights, and rows through them grouped by expert."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator
+
+import numpy as np
+import torch
+from torch import nn
+
+from prefold.config import MoEConfig
+from prefold.layers.expert_parallel import ExpertParallel
+from prefold.layers.linear import Env, gated_mlp, prepared_mlp, tiles
+from prefold.layers.weight import Weight, parameter
+
+AddRouted = Callable[[torch.Tensor], None]
+"""Adds what the routed experts contribute to a layer's output [n, hidden], in place."""
+
+
+class Experts(nn.Module):
+    """Experts `held` (of all, by number), and of each of them one part of the intermediate dim.
+
+    Args:
+        held: may be empty.
+        part, num_parts: this rank's part of the intermediate dim, which is cut in `num_parts` equal ones.
+
+    Attributes:
+        gate_up: [len(held), 2 * width, hidden], gate | up.
+        down: [len(held), hidden, width].
+    """
+
+    def __init__(
+        self, hidden_size: int, moe: MoEConfig, held: range, part: int, num_parts: int, env: Env
+    ) -> None:
+        super().__init__()
+        assert moe.intermediate_size % num_parts == 0
+        self.moe, self.held, self.env = moe, held, env
+        self.width = moe.intermediate_size // num_parts
+        self._columns = slice(part * self.width, (part + 1) * self.width)
+        like = {"dtype": env.weight_dtype, "device": env.device}
+        self.gate_up = parameter(len(held), 2 * self.width, hidden_size, **like)
+        self.down = parameter(len(held), hidden_size, self.width, **like)
+
+    def add_(self, out: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> None:
+        """out += the sum over each row's experts that are held here, times their weights.
+
+        Args:
+            out: [n, hidden].
+            x: [n, hidden], rows may lie apart.
+            weights, ids: [n, top_k] float32 and integers; an expert that is not held costs nothing.
+        """
+        workspace, hidden = self.env.workspace, x.shape[1]
+        order_np, counts = group_by_expert(ids.cpu().numpy(), self.held)
+        order = torch.from_numpy(order_np).to(x.device)
+        rows = order // ids.shape[1]
+        sorted_weights = weights.flatten()[order].to(x.dtype)
+        start = 0
+        for expert, count in enumerate(counts.tolist()):
+            if count == 0:
+                continue
+            mlp = prepared_mlp(self.gate_up[expert], self.down[expert], count, self.env)
+            for tile in tiles(count):
+                mine = slice(start + tile.start, start + tile.stop)
+                tile_x = workspace.get("moe.rows", (tile.stop - tile.start, hidden), x.dtype)
+                torch.index_select(x, 0, rows[mine], out=tile_x)
+                result = workspace.get("moe.result", tile_x.shape, x.dtype)
+                gated_mlp(tile_x, *mlp, result, self.env)
+                out.index_add_(0, rows[mine], result.mul_(sorted_weights[mine, None]))
+            start += count
+
+    def weights(self, prefix: str, names: Container[str]) -> Iterator[Weight]:
+        """`names`: the checkpoint's tensors. They tell whether its experts are stacked or apart."""
+        if f"{prefix}.gate_up_proj" in names:
+            return self._stacked(prefix)
+        return self._apart(prefix)
+
+    def _apart(self, prefix: str) -> Iterator[Weight]:
+        """Also names the tensors of experts that are not held, of which no part is read."""
+        width, full, hidden = self.width, self.moe.intermediate_size, self.gate_up.shape[2]
+        in_, out = (self._columns, slice(0, hidden)), (slice(0, hidden), self._columns)
+        for i in range(self.moe.num_experts):
+            gate = up = down = ()
+            if i in self.held:
+                gate_up = self.gate_up[i - self.held.start]
+                gate, up = ((in_, gate_up[:width]),), ((in_, gate_up[width:]),)
+                down = ((out, self.down[i - self.held.start]),)
+            yield Weight(f"{prefix}.{i}.gate_proj.weight", (full, hidden), gate)
+            yield Weight(f"{prefix}.{i}.up_proj.weight", (full, hidden), up)
+            yield Weight(f"{prefix}.{i}.down_proj.weight", (hidden, full), down)
+
+    def _stacked(self, prefix: str) -> Iterator[Weight]:
+        width, full, hidden = self.width, self.moe.intermediate_size, self.gate_up.shape[2]
+        num_experts = self.moe.num_experts
+        experts, whole_hidden = slice(self.held.start, self.held.stop), slice(0, hidden)
+        parts = []
+        for half in range(2):
+            start = half * full + self._columns.start
+            slices = (experts, slice(start, start + width), whole_hidden)
+            parts.append((slices, self.gate_up[:, half * width : (half + 1) * width]))
+        yield Weight(f"{prefix}.gate_up_proj", (num_experts, 2 * full, hidden), tuple(parts))
+        down = (((experts, whole_hidden, self._columns), self.down),)
+        yield Weight(f"{prefix}.down_proj", (num_experts, hidden, full), down)
+
+
+class TensorParallelExperts(Experts):
+    """Every expert, split over its intermediate dim by TP: a rank adds its summand for all rows."""
+
+    def __init__(self, hidden_size: int, moe: MoEConfig, env: Env) -> None:
+        super().__init__(hidden_size, moe, range(moe.num_experts), env.tp.rank, env.tp.size, env)
+
+    def start(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> AddRouted:
+        """x [n, hidden]; weights, ids [n, top_k]. Nothing travels, so nothing is begun."""
+        return lambda out: self.add_(out, x, weights, ids)
+
+
+class WholeExperts(Experts):
+    """Whole experts: `parallel.held` of them on this rank, the rest elsewhere."""
+
+    def __init__(self, hidden_size: int, moe: MoEConfig, parallel: ExpertParallel, env: Env) -> None:
+        super().__init__(hidden_size, moe, parallel.held, 0, 1, env)
+        self.parallel = parallel
+
+    def start(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> AddRouted:
+        """Send tokens off. What is returned computes the experts on those that arrive, and gets back
+        this rank's rows: one exchange each way. x [n, hidden]; weights, ids [n, top_k]."""
+        if self.parallel.capacity_tokens == 0:
+            return lambda out: None
+        dispatch = self.parallel.dispatch(x, weights, ids)
+
+        def add_routed(out: torch.Tensor) -> None:
+            received, counts = self.parallel.receive(dispatch)
+            result = self.env.workspace.get("ep.result", received.hidden.shape, x.dtype).zero_()
+            self.add_(result, received.hidden, received.weights, received.ids)
+            self.parallel.combine_(out, dispatch, result, counts)
+
+        return add_routed
+
+
+def group_by_expert(ids: np.ndarray, held: range) -> tuple[np.ndarray, np.ndarray]:
+    """(row, choice) pairs [n, top_k], flattened and sorted by expert: (places of pairs, pairs per expert).
+
+    Pairs keep their order within an expert; those whose expert is not held come last and are not counted.
+
+    >>> group_by_expert(np.array([[3, 2], [0, 3], [2, 1]]), held=range(2, 4))
+    (array([1, 4, 0, 3, 2, 5]), array([2, 2]))
+    """
+    # 16 bits are sorted by radix. What lies below `held` wraps round to large numbers.
+    local = np.minimum((ids.ravel() - held.start).astype(np.uint16), len(held))
+    counts = np.bincount(local, minlength=len(held) + 1)
+    return local.argsort(kind="stable"), counts[:-1]
