@@ -27,6 +27,7 @@ from prefold.layers.weight import Weight, parameter
 
 if TYPE_CHECKING:
     from prefold.distributed.group import Group
+    from prefold.layers.expert_parallel import ExpertParallel
     from prefold.workspace import Workspace
 
 
@@ -152,6 +153,7 @@ class DeepseekModel(nn.Module):
 
     Args:
         layers: consecutive layers of this stage, by their numbers in the checkpoint.
+        experts: who holds which experts; None: every TP rank has a part of each.
     """
 
     def __init__(
@@ -162,13 +164,15 @@ class DeepseekModel(nn.Module):
         runtime: RuntimeConfig,
         max_model_len: int,
         layers: range,
+        experts: ExpertParallel | None = None,
     ) -> None:
         super().__init__()
         assert 0 <= layers.start < layers.stop <= config.num_layers, (layers, config.num_layers)
         assert layers.step == 1, layers
         self.config, self.workspace = config, workspace
         self.compute_dtype = getattr(torch, runtime.compute_dtype)
-        env = Env(tp_group, workspace, getattr(torch, config.dtype), self.compute_dtype, runtime.device)
+        dtype = getattr(torch, config.dtype)
+        env = Env(tp_group, workspace, dtype, self.compute_dtype, runtime.device, experts)
         self.rotary = RotaryEmbedding(config.rope, max_model_len, workspace, runtime.device)
         is_first, is_last = layers.start == 0, layers.stop == config.num_layers
         tied = config.tie_word_embeddings

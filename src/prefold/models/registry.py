@@ -10,6 +10,7 @@ from prefold.models.deepseek import DeepseekModel
 
 if TYPE_CHECKING:
     from prefold.distributed.group import Group
+    from prefold.layers.expert_parallel import ExpertParallel
     from prefold.workspace import Workspace
 
 __all__ = ["SUPPORTED_ARCHITECTURES", "build_model"]
@@ -22,10 +23,12 @@ def build_model(
     runtime: RuntimeConfig,
     max_model_len: int | None = None,
     layers: range | None = None,
+    experts: ExpertParallel | None = None,
 ) -> DeepseekModel:
     """This rank's part of a model, weights uninitialised (see `loader.load_weights`).
 
     `layers` are those of this rank's pipeline stage, by their numbers in the checkpoint (default: all).
+    `experts` moves tokens to whole experts on the ranks of an EP group (default: TP splits each expert).
     `max_model_len` bounds the positions (default: the model's) and settles rope types whose
     frequencies depend on the length: equal on all ranks.
     """
@@ -37,4 +40,4 @@ def build_model(
     if layers is None:
         layers = range(model.num_layers)
     max_model_len = max_model_len or model.max_position_embeddings
-    return DeepseekModel(model, tp_group, workspace, runtime, max_model_len, layers)
+    return DeepseekModel(model, tp_group, workspace, runtime, max_model_len, layers, experts)
