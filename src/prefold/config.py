@@ -8,7 +8,7 @@ fills what the user left open. After that nobody decides a setting a second time
 from __future__ import annotations
 
 import hashlib
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 import msgspec
@@ -134,6 +134,12 @@ class ParallelConfig:
     enable_expert_parallel: bool = False
     cp_kv_cache_interleave_size: int = 1
     nnodes: int = 1
+
+    @classmethod
+    def of(cls, options: object) -> ParallelConfig:
+        """From options that have the same names; what they lack keeps its default."""
+        sizes = {f.name: getattr(options, f.name) for f in fields(cls) if hasattr(options, f.name)}
+        return cls(**sizes)
 
     @property
     def plane_size(self) -> int:

@@ -97,7 +97,7 @@ def test_compare_goes_on_top_of_the_options_outside():
     options = parse_layout("-pcp 2 --threads-per-rank 1 --block-size 4", base)
     expected = dataclasses.replace(base, prefill_context_parallel_size=2, threads_per_rank=1, block_size=4)
     assert options == expected
-    assert describe(options) == "-tp 1 -pcp 2 --threads-per-rank 1"
+    assert describe(options) == "-pcp 2 --threads-per-rank 1"
 
 
 @pytest.mark.parametrize("layout", ["-tq 2", "-tp x", "-tp"])

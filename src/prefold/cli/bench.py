@@ -15,6 +15,8 @@ import tyro
 from tyro.conf import Positional, UseAppendAction, arg, subcommand
 
 from prefold.cli.options import TYRO_CONFIG, EngineOptions, Flag, number
+from prefold.config import ParallelConfig
+from prefold.distributed.layouts import layout_options
 from prefold.hf_config import load_model_config
 
 if TYPE_CHECKING:
@@ -111,7 +113,7 @@ def parse_layout(layout: str, base: EngineOptions) -> EngineOptions:
 
 def describe(options: EngineOptions) -> str:
     """The layout as its user would type it."""
-    text = f"-tp {options.tensor_parallel_size} -pcp {options.prefill_context_parallel_size}"
+    text = layout_options(ParallelConfig.of(options))
     threads = options.threads_per_rank
     return text if threads is None else f"{text} --threads-per-rank {threads}"
 

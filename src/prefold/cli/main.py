@@ -22,6 +22,7 @@ from prefold.cli.bench import BenchArgs
 from prefold.cli.convert_mla import ConvertMLAArgs
 from prefold.cli.demo import DemoArgs
 from prefold.cli.generate import GenerateArgs
+from prefold.cli.layouts import LayoutsArgs
 from prefold.cli.options import TYRO_CONFIG
 
 DESCRIPTION = """Prefold serves long-context language models: one long prompt is prefilled by
@@ -37,6 +38,7 @@ TEXT_OPTIONS = ("--prompt", "--stop", "--compare")
 Command = (
     Annotated[GenerateArgs, subcommand("generate")]
     | Annotated[BenchArgs, subcommand("bench")]
+    | Annotated[LayoutsArgs, subcommand("layouts")]
     | Annotated[DemoArgs, subcommand("demo")]
     | Annotated[ConvertMLAArgs, subcommand("convert-mla")]
 )

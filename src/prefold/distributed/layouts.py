@@ -246,19 +246,23 @@ def _stage_parameters(model: ModelConfig, stage: range, tp: int, experts: float)
 
 
 def layout_options(parallel: ParallelConfig) -> str:
-    """The layout as its user types it.
+    """The layout as its user types it, without the sizes that are 1.
 
     >>> layout_options(ParallelConfig(prefill_context_parallel_size=8, enable_expert_parallel=True))
-    '-tp 1 -pcp 8 -ep'
+    '-pcp 8 -ep'
+    >>> layout_options(ParallelConfig())
+    '-tp 1'
     """
-    text = f"-tp {parallel.tensor_parallel_size} -pcp {parallel.prefill_context_parallel_size}"
-    for option, size in (
-        ("-dcp", parallel.decode_context_parallel_size),
-        ("-pp", parallel.pipeline_parallel_size),
-        ("-dp", parallel.data_parallel_size),
-    ):
-        text += f" {option} {size}" if size > 1 else ""
-    return text + (" -ep" if parallel.enable_expert_parallel else "")
+    sizes = {
+        "-tp": parallel.tensor_parallel_size,
+        "-pcp": parallel.prefill_context_parallel_size,
+        "-dcp": parallel.decode_context_parallel_size,
+        "-pp": parallel.pipeline_parallel_size,
+        "-dp": parallel.data_parallel_size,
+    }
+    words = [f"{option} {size}" for option, size in sizes.items() if size > 1]
+    words += ["-ep"] if parallel.enable_expert_parallel else []
+    return " ".join(words) or "-tp 1"
 
 
 @dataclass(frozen=True)
@@ -286,9 +290,14 @@ def _attempts(model: ModelConfig, n: int) -> Iterator[tuple[ParallelConfig, str]
     one, pcp = ParallelConfig(), ParallelConfig(prefill_context_parallel_size=n)
     pcp_ep = replace(pcp, enable_expert_parallel=True)
     if _has_experts(model):
-        shared = f"One group of {n} that splits a prompt and holds the experts is {layout_options(pcp_ep)}"
+        shared = (
+            f"One group of {n} that splits prompts in attention and shares the experts is TP 1, PCP {n}, EP: "
+            f"{layout_options(pcp_ep)}"
+        )
         yield replace(pcp, tensor_parallel_size=n), f"TP and PCP multiply. {shared}"
-        yield replace(one, enable_expert_parallel=True), f"EP adds no ranks. {shared}"
+        hint = "EP adds no ranks: it spreads experts over those of DP, PCP and TP, as in "
+        hint += layout_options(pcp_ep)
+        yield replace(one, enable_expert_parallel=True), hint
     else:
         hint = f"TP and PCP multiply. All {n} ranks on one prompt is {layout_options(pcp)}"
         yield replace(pcp, tensor_parallel_size=n), hint

@@ -108,7 +108,7 @@ class EngineArgs:
         """
         self._check()
         model = load_model_config(self.model, dtype=self.dtype)
-        parallel = self._parallel_config()
+        parallel = ParallelConfig.of(self)
         check_layout(model, parallel, self.block_size)
         check_checkpoint_files(model.path)
         cache = self._cache_config(model, parallel)
@@ -155,17 +155,6 @@ class EngineArgs:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(legal)}")
         if self.num_blocks is not None and self.kv_cache_memory_bytes is not None:
             raise ValueError("num_blocks and kv_cache_memory_bytes both set the KV cache's size: give one")
-
-    def _parallel_config(self) -> ParallelConfig:
-        return ParallelConfig(
-            tensor_parallel_size=self.tensor_parallel_size,
-            prefill_context_parallel_size=self.prefill_context_parallel_size,
-            decode_context_parallel_size=self.decode_context_parallel_size,
-            pipeline_parallel_size=self.pipeline_parallel_size,
-            data_parallel_size=self.data_parallel_size,
-            enable_expert_parallel=self.enable_expert_parallel,
-            cp_kv_cache_interleave_size=self.cp_kv_cache_interleave_size,
-        )
 
     def _step_tokens(self) -> int:
         """Tokens that a rank computes per step."""
