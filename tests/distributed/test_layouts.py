@@ -1,150 +1,217 @@
-"""Every layout of TP x PCP gives the single rank's tokens: all lengths, batches, chunks, prefix
-hits, preemption. The ranks of a layout are started once; free KV and reused buffers are poisoned."""
+"""Every layout gives the single rank's tokens, on ranks that are threads (see test_layouts_processes for
+processes): all lengths, arrivals over time, chunks, prefix hits, preemption. Free KV and reused buffers
+are poisoned."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 
-from prefold import LLM, SamplingParams
-from prefold.testing.checkpoints import make_checkpoint
+from prefold import SamplingParams
+from prefold.engine.scheduler import Scheduler
+from prefold.testing.exactness import Oracle, generate_over_time, layout_options
+from prefold.testing.thread_executor import ThreadLLM
 
-LAYOUTS = [(1, 2), (2, 1), (2, 2), (1, 4), (4, 1), (1, 3), (1, 8)]
-BLOCK_SIZE = 2
-VOCAB = 300
+LAYOUTS = [
+    *("TP2", "TP4", "PCP2", "PCP3", "PCP4", "PCP8", "TP2 PCP2"),
+]
+"""Most tests run on all of these. PP3 needs three layers, all others run two."""
+
+INTERLEAVED = []
+"""With D > 1: also with larger blocks and interleaves."""
+
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-ENGINE = {
+BLOCK_SIZE = 2
+ENGINE: dict[str, Any] = {
     "block_size": BLOCK_SIZE,
-    "num_blocks": 2000,
-    "max_model_len": 1000,
-    "threads_per_rank": 1,
-    "skip_tokenizer_init": True,
+    "num_blocks": 1000,
+    "max_model_len": 600,
     "min_split_tokens": 1,
     "context_workspace_tokens": 32,
     "debug_poison": True,
 }
 
 
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    rng = random.Random(1000 * seed + length)
-    return [rng.randrange(VOCAB) for _ in range(length)]
+def num_layers(layout: str) -> int:
+    return 3 if "PP3" in layout else 2
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("DeepseekV3ForCausalLM", tmp_path_factory.mktemp("v3"), vocab_size=VOCAB)
-
-
-class Oracle:
-    """Tokens of one rank, each prompt alone and computed whole."""
-
-    def __init__(self, checkpoint: Path) -> None:
-        torch.set_num_threads(1)
-        self._llm = LLM(str(checkpoint), **ENGINE, enable_prefix_caching=False)
-        self._known: dict[tuple[int, ...], list[int]] = {}
-
-    def __call__(self, prompt: list[int]) -> list[int]:
-        key = tuple(prompt)
-        if key not in self._known:
-            self._known[key] = self._llm.generate(prompt, GREEDY)[0].outputs[0].token_ids
-            assert len(self._known[key]) == GREEDY.max_tokens
-        return self._known[key]
-
-
-@pytest.fixture(scope="module")
-def oracle(checkpoint: Path) -> Oracle:
-    return Oracle(checkpoint)
-
-
-@pytest.fixture(scope="module", params=LAYOUTS, ids=lambda layout: f"tp{layout[0]}_pcp{layout[1]}")
-def llm(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[LLM]:
-    tp, pcp = request.param
-    with LLM(str(checkpoint), tensor_parallel_size=tp, prefill_context_parallel_size=pcp, **ENGINE) as engine:
+@pytest.fixture(scope="module", params=LAYOUTS)
+def llm(request: pytest.FixtureRequest, checkpoint_of: Callable[[int], Path]) -> Iterator[ThreadLLM]:
+    layout = request.param
+    with ThreadLLM(str(checkpoint_of(num_layers(layout))), **ENGINE, **layout_options(layout)) as engine:
         yield engine
 
 
-def pcp_size(llm: LLM) -> int:
-    return llm.engine.config.parallel.prefill_context_parallel_size
+@pytest.fixture(scope="module")
+def oracle(llm: ThreadLLM, oracle_of: Callable[[int], Oracle]) -> Oracle:
+    return oracle_of(llm.engine.config.model.num_layers)
 
 
-def generate(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
-    outputs = llm.generate(prompts, GREEDY)
-    llm.engine.scheduler.check_integrity()
-    assert llm.engine.scheduler.kv.pool.num_free_blocks == ENGINE["num_blocks"]
-    return [output.outputs[0].token_ids for output in outputs]
+def schedulers(llm: ThreadLLM) -> list[Scheduler]:
+    return getattr(llm.engine, "schedulers", [llm.engine.scheduler])
 
 
-def test_every_length_alone(llm: LLM, oracle: Oracle) -> None:
-    for length in range(1, 4 * pcp_size(llm) * BLOCK_SIZE + 4):
-        prompt = prompt_of(length)
-        assert generate(llm, [prompt]) == [oracle(prompt)], length
+def reset(llm: ThreadLLM) -> None:
+    """Forget all prefixes; nobody may hold a block."""
+    for scheduler in schedulers(llm):
+        scheduler.check_integrity()
+        assert scheduler.kv.pool.num_free_blocks == llm.engine.config.cache.num_blocks
+        scheduler.reset_prefix_cache()
 
 
-def test_batches_of_mixed_lengths(llm: LLM, oracle: Oracle) -> None:
-    short = list(range(1, 2 * pcp_size(llm)))
-    for lengths in ([256, 40, 256], [1] * 9, short, [1, 3, 100, 2, 64, 1, 33]):
-        prompts = [prompt_of(length, seed) for seed, length in enumerate(lengths, 1)]
-        assert generate(llm, prompts) == [oracle(prompt) for prompt in prompts], lengths
+def check(
+    llm: ThreadLLM,
+    oracle: Oracle,
+    prompts: Sequence[list[int]],
+    arrivals: Sequence[int] | None = None,
+    after_step: Callable[[int], None] | None = None,
+) -> list[int]:
+    """Generate for all prompts, at once or over time, and compare; returns the cached tokens of each."""
+    arrivals = [0] * len(prompts) if arrivals is None else arrivals
+    outputs = generate_over_time(llm, prompts, GREEDY, arrivals, after_step)
+    wrong = [
+        f"{len(prompt)} tokens: {output.outputs[0].token_ids} is not {oracle(prompt)}"
+        for prompt, output in zip(prompts, outputs, strict=True)
+        if output.outputs[0].token_ids != oracle(prompt)
+    ]
+    assert not wrong, f"{len(wrong)} of {len(prompts)} prompts: {wrong[:5]}"
+    return [output.metrics.num_cached_tokens for output in outputs]
 
 
-@pytest.mark.parametrize("budget", [1, 2, 7, 16, 33])
-def test_chunked_prefill(llm: LLM, oracle: Oracle, monkeypatch: pytest.MonkeyPatch, budget: int) -> None:
-    monkeypatch.setattr(llm.engine.scheduler, "max_num_scheduled_tokens", budget)
-    llm.engine.scheduler.reset_prefix_cache()
-    lengths = [1, 5, 2 * budget + 1, 40]
-    prompts = [prompt_of(length, seed) for seed, length in enumerate(lengths, 20)]
-    assert generate(llm, prompts) == [oracle(prompt) for prompt in prompts]
+def all_residues(llm: ThreadLLM) -> range:
+    """Lengths with every residue modulo the chunks of all blocks, 2 * P * B * D, and a few more."""
+    parallel, block_size = llm.engine.config.parallel, llm.engine.config.cache.block_size
+    pcp, dcp = parallel.prefill_context_parallel_size, parallel.decode_context_parallel_size
+    return range(1, 2 * pcp * block_size * dcp + 4)
 
 
-@pytest.mark.parametrize("shared", [1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 24, 60])
-def test_prefix_hits(llm: LLM, oracle: Oracle, shared: int) -> None:
-    llm.engine.scheduler.reset_prefix_cache()
-    first = prompt_of(60, seed=40)
-    generate(llm, [first])
-    second = first[:shared] + prompt_of(60 - shared, seed=41)
-    output = llm.generate(second, GREEDY)[0]
-    assert output.outputs[0].token_ids == oracle(second)
-    # At least the last token is computed again.
-    assert output.metrics.num_cached_tokens == min(shared, 59) // BLOCK_SIZE * BLOCK_SIZE
+def spread(count: int, steps: int = 32) -> list[int]:
+    """Arrivals of `count` prompts over that many steps."""
+    return [i * steps // count for i in range(count)]
 
 
-def test_preemption(llm: LLM, oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request is thrown out after every step, in prefill and in decode."""
-    monkeypatch.setattr(llm.engine.scheduler, "max_num_scheduled_tokens", 24)
-    prompts = [prompt_of(length, seed) for seed, length in enumerate([50, 7, 33], 60)]
-    engine, rng, finished = llm.engine, random.Random(0), {}
-    for index, prompt in enumerate(prompts):
-        engine.add_request(f"preempted-{index}", prompt, GREEDY, stream=False)
-    preemptions = 0
-    while engine.has_unfinished_requests:
-        for output in engine.step():
-            finished[output.request_id] = output.outputs[0].token_ids
-        running = list(engine.scheduler.running)
-        if running and preemptions < 12:
-            # Without its prefix the victim computes everything again.
-            engine.scheduler.reset_prefix_cache()
-            preemptions += engine.scheduler.preempt(rng.choice(running).request_id)
-        engine.scheduler.check_integrity()
-    assert preemptions == 12
-    assert [finished[f"preempted-{i}"] for i in range(3)] == [oracle(prompt) for prompt in prompts]
+def limit_steps(llm: ThreadLLM, monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+    """Let a step of a replica hold that many tokens."""
+    for scheduler in schedulers(llm):
+        monkeypatch.setattr(scheduler, "max_num_scheduled_tokens", tokens)
 
 
-def test_prompt_logprobs(llm: LLM, oracle: Oracle) -> None:
+def test_every_length_over_time(llm: ThreadLLM, oracle: Oracle) -> None:
+    """Prefill and decode share steps. The order is random, so that neighbours vary."""
+    reset(llm)
+    lengths = list(all_residues(llm))
+    random.Random(0).shuffle(lengths)
+    check(llm, oracle, [oracle.prompt(length) for length in lengths], spread(len(lengths)))
+
+
+def test_alone(llm: ThreadLLM, oracle: Oracle) -> None:
+    """One request at a time: most ranks have no rows in decode, some none in prefill."""
+    reset(llm)
+    last = all_residues(llm)[-1]
+    for length in sorted({1, 2, 3, 5, last // 2, last}):
+        check(llm, oracle, [oracle.prompt(length)])
+
+
+def test_batches_of_mixed_lengths(llm: ThreadLLM, oracle: Oracle) -> None:
+    pcp = llm.engine.config.parallel.prefill_context_parallel_size
+    short = list(range(1, 2 * pcp))
+    for lengths in ([256, 40, 256], [1] * 9, [2] * 5, short, [1, 3, 100, 2, 64, 1, 33]):
+        reset(llm)
+        check(llm, oracle, [oracle.prompt(length, seed) for seed, length in enumerate(lengths, 1)])
+
+
+@pytest.mark.parametrize("budget", [1, 7, 33])
+def test_chunked_prefill(
+    llm: ThreadLLM, oracle: Oracle, monkeypatch: pytest.MonkeyPatch, budget: int
+) -> None:
+    """Chunks end off the blocks' edges, and contexts exceed the workspace of 32 tokens."""
+    reset(llm)
+    limit_steps(llm, monkeypatch, budget)
+    lengths = [1, 5, 2 * budget + 1, 2 * budget + 40 if budget > 1 else 20]
+    check(llm, oracle, [oracle.prompt(length, seed) for seed, length in enumerate(lengths, 20)], [0, 0, 0, 2])
+
+
+def test_prefix_hits(llm: ThreadLLM, oracle: Oracle) -> None:
+    """At, below and above each of the first virtual blocks, and far beyond the workspace."""
+    reset(llm)
+    block = llm.engine.config.virtual_block_size
+    total = 6 * block + 45
+    first = oracle.prompt(total, seed=40)
+    check(llm, oracle, [first])
+    shares = sorted(
+        {
+            *(1, block - 1, block, block + 1, 2 * block - 1, 2 * block, 2 * block + 1),
+            *(5 * block + 1, 6 * block + 44, 6 * block + 45),
+        }
+    )
+    seconds = [oracle.prompt(total + i % 2, seed=41 + i, start=first[:n]) for i, n in enumerate(shares)]
+    cached = check(llm, oracle, seconds)
+    for shared, second, hit in zip(shares, seconds, cached):
+        # At least the last token is computed again.
+        expected = min(shared, len(second) - 1) // block * block
+        assert hit == expected or (hit == 0 and len(schedulers(llm)) > 1), (shared, hit)
+    assert sum(cached) > 0
+
+
+def test_preemption(llm: ThreadLLM, oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests are thrown out after many steps, in prefill and in decode."""
+    reset(llm)
+    limit_steps(llm, monkeypatch, 24)
+    prompts = [oracle.prompt(length, seed) for seed, length in enumerate([50, 7, 33, 64], 60)]
+    rng = random.Random(0)
+    preempted: list[str] = []
+
+    def throw_out(step: int) -> None:
+        for scheduler in schedulers(llm):
+            running = [request.request_id for request in scheduler.running]
+            if running and len(preempted) < 12:
+                # Without its prefix the victim computes everything again.
+                scheduler.reset_prefix_cache()
+                victim = rng.choice(running)
+                if scheduler.preempt(victim):
+                    preempted.append(victim)
+            scheduler.check_integrity()
+
+    check(llm, oracle, prompts, [0, 1, 2, 5], throw_out)
+    assert len(preempted) == 12
+
+
+def test_too_few_blocks(llm: ThreadLLM, oracle: Oracle) -> None:
+    """The cache runs out in decode: the scheduler itself preempts."""
+    reset(llm)
+    block = llm.engine.config.virtual_block_size
+    needed = -(-(40 + GREEDY.max_tokens) // block)
+    held = []
+    for scheduler in schedulers(llm):
+        pool = scheduler.kv.pool
+        held.append((pool, pool.allocate(pool.num_free_blocks - 2 * needed)))
+    try:
+        prompts = [oracle.prompt(37 + i % 4, seed=70 + i) for i in range(6 * len(held))]
+        outputs = generate_over_time(llm, prompts, GREEDY, [0] * len(prompts))
+    finally:
+        for pool, blocks in held:
+            pool.free(blocks)
+    assert [output.outputs[0].token_ids for output in outputs] == [oracle(prompt) for prompt in prompts]
+
+
+def test_prompt_logprobs(llm: ThreadLLM, oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
     """Restored from all ranks, in order, also when the prompt comes in chunks."""
-    prompt = prompt_of(45, seed=80)
+    reset(llm)
+    limit_steps(llm, monkeypatch, 31)
+    prompt = oracle.prompt(45, seed=80)
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=2, ignore_eos=True)
-    expected = oracle._llm.generate(prompt, params)[0].prompt_logprobs
+    expected = oracle.llm.generate(prompt, params)[0].prompt_logprobs
     actual = llm.generate(prompt, params)[0].prompt_logprobs
     assert actual is not None
     assert expected is not None
-    assert len(actual) == len(prompt)
+    assert len(actual) == len(expected) == len(prompt)
     assert actual[0] is None
-    for position in range(1, len(prompt)):
-        ours, theirs = actual[position], expected[position]
+    for ours, theirs in zip(actual[1:], expected[1:], strict=True):
         assert ours is not None
         assert theirs is not None
         assert list(ours) == list(theirs)
@@ -152,30 +219,21 @@ def test_prompt_logprobs(llm: LLM, oracle: Oracle) -> None:
             assert ours[token].logprob == pytest.approx(theirs[token].logprob, abs=1e-4)
 
 
-def test_sampled_tokens_do_not_depend_on_the_layout(llm: LLM, oracle: Oracle) -> None:
+def test_sampled_tokens_do_not_depend_on_the_layout(llm: ThreadLLM, oracle: Oracle) -> None:
     params = SamplingParams(temperature=0.8, top_p=0.9, seed=5, n=3, max_tokens=8, ignore_eos=True)
-    prompt = prompt_of(21, seed=90)
-    expected = [o.token_ids for o in oracle._llm.generate(prompt, params)[0].outputs]
+    prompt = oracle.prompt(21, seed=90)
+    expected = [o.token_ids for o in oracle.llm.generate(prompt, params)[0].outputs]
     assert [o.token_ids for o in llm.generate(prompt, params)[0].outputs] == expected
     assert len({tuple(tokens) for tokens in expected}) == 3
 
 
-def test_rank_tokens_are_balanced(llm: LLM) -> None:
+def test_rank_tokens_are_balanced(llm: ThreadLLM, oracle: Oracle) -> None:
     """One prompt: PCP ranks compute token sums that differ by at most 1."""
+    reset(llm)
     before = list(llm.engine.metrics.rank_tokens)
-    prompt = prompt_of(501, seed=95)
-    llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=1))
-    counts = [after - b for after, b in zip(llm.engine.metrics.rank_tokens, before, strict=True)]
-    assert len(counts) == pcp_size(llm)
+    llm.generate(oracle.prompt(501, seed=95), SamplingParams(temperature=0.0, max_tokens=1))
+    after = llm.engine.metrics.rank_tokens
+    counts = [now - then for now, then in zip(after, before or [0] * len(after), strict=True)]
+    assert len(counts) == llm.engine.config.parallel.prefill_context_parallel_size
     assert sum(counts) == 501
     assert max(counts) - min(counts) <= 1
-
-
-@pytest.mark.parametrize("architecture", ["DeepseekV2ForCausalLM", "Glm4MoeLiteForCausalLM"])
-def test_other_architectures(architecture: str, tmp_path: Path) -> None:
-    folder = str(make_checkpoint(architecture, tmp_path, vocab_size=VOCAB))
-    prompts = [prompt_of(length, seed=3) for length in range(1, 36)]
-    with LLM(folder, **ENGINE) as one:
-        expected = generate(one, prompts)
-    with LLM(folder, tensor_parallel_size=2, prefill_context_parallel_size=2, **ENGINE) as four:
-        assert generate(four, prompts) == expected

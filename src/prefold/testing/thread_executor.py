@@ -11,6 +11,7 @@ import queue
 import threading
 import traceback
 import weakref
+from dataclasses import replace
 from typing import Any, cast
 
 import msgspec
@@ -27,7 +28,7 @@ from prefold.step import ModelRunnerOutput, SchedulerOutput
 from prefold.testing.threads import TIMEOUT_S, ThreadGroup, ThreadWorld
 from prefold.worker.model_runner import ModelRunner
 
-Inbox = queue.SimpleQueue  # of encoded steps; None: leave
+Inbox = queue.SimpleQueue  # of encoded steps; an Event: set it; None: leave
 Outbox = queue.SimpleQueue  # of (rank, encoded output, None: ready, or an exception)
 
 
@@ -84,6 +85,15 @@ class ThreadExecutor:
         self.submit(0, step)
         return self.receive()[1]
 
+    def synchronize(self) -> None:
+        """Wait until every rank has done all that was submitted: outputs can come before that."""
+        done = [threading.Event() for _ in self._inboxes]
+        for inbox, event in zip(self._inboxes, done):
+            inbox.put(event)
+        for event in done:
+            while not event.wait(0.01):
+                self.check_health()
+
     def check_health(self) -> None:
         """EngineDeadError if a rank has failed or the engine was shut down."""
         if self._failure is None and self._world.failure is not None:
@@ -131,6 +141,9 @@ def _rank_main(
         runners[rank] = runner = ModelRunner(config, cast(dict[str, Group], groups))
         outbox.put((rank, b""))
         while (message := inbox.get()) is not None:
+            if isinstance(message, threading.Event):
+                message.set()
+                continue
             output = runner.execute(msgspec.msgpack.decode(message, type=SchedulerOutput))
             if output is not None:
                 outbox.put((rank, msgspec.msgpack.encode(output)))
@@ -148,10 +161,20 @@ def _leave(inboxes: list[Inbox]) -> None:
 
 
 class ThreadLLM(LLM):
-    """`LLM` on token ids with a ThreadExecutor, whatever the layout; `options` as LLM's."""
+    """`LLM` on token ids with a ThreadExecutor, whatever the layout.
+
+    Args:
+        options: as LLM's, and fields of RuntimeConfig that are no options.
+    """
 
     def __init__(self, model: str, **options: Any) -> None:
-        config = EngineArgs(model, **{"threads_per_rank": 1} | options).resolve()
+        known = EngineArgs.__dataclass_fields__
+        arguments: dict[str, Any] = {"threads_per_rank": 1}
+        runtime: dict[str, Any] = {}
+        for name, value in options.items():
+            (arguments if name in known else runtime)[name] = value
+        config = EngineArgs(model, **arguments).resolve()
+        config = replace(config, runtime=replace(config.runtime, **runtime))
         self.tokenizer = None
         self.executor = ThreadExecutor(config)
         self.engine = LLMEngine(config, None, self.executor)
