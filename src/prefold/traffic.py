@@ -5,7 +5,9 @@ What a step really moved is counted by `Group.traffic`; the two must agree.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import comb
 
 import numpy as np
 
@@ -45,6 +47,59 @@ def dispatch_row_bytes(hidden_size: int, top_k: int, itemsize: int) -> tuple[int
     """
     offset = -(-hidden_size * itemsize // 4) * 4
     return offset, -(-(offset + 8 * top_k) // ALIGNMENT) * ALIGNMENT
+
+
+def dispatch_rows(ids_by_place: Sequence[np.ndarray], num_experts: int) -> np.ndarray:
+    """[E, E] rows that each place of an EP group sends to each in one layer; as many go back.
+
+    Args:
+        ids_by_place: [tokens, top_k] experts of the tokens that each place sends. A token goes once
+            to each rank that holds at least one of its experts.
+
+    >>> dispatch_rows([np.array([[0, 1], [1, 3]]), np.array([[2, 3]])], num_experts=4)
+    array([[2, 1],
+           [0, 1]])
+    """
+    size = len(ids_by_place)
+    place_of = np.repeat(np.arange(size), [len(experts_of(i, num_experts, size)) for i in range(size)])
+    rows = np.zeros((size, size), np.int64)
+    for source, ids in enumerate(ids_by_place):
+        needed = np.zeros((len(ids), size), bool)
+        needed[np.arange(len(ids))[:, None], place_of[ids]] = True
+        rows[source] = needed.sum(axis=0)
+    return rows
+
+
+def expert_bytes(rows: np.ndarray, hidden_size: int, top_k: int, itemsize: int) -> np.ndarray:
+    """[E] bytes that each place hands to other ranks in one layer, both ways, from `dispatch_rows`.
+
+    Rows of a rank to itself do not count: they stay where they are.
+    """
+    others = rows - np.diag(np.diag(rows))
+    sent = others.sum(axis=1) * dispatch_row_bytes(hidden_size, top_k, itemsize)[1]
+    return sent + others.sum(axis=0) * hidden_size * itemsize
+
+
+def expert_bytes_all_gather_form(
+    num_tokens: int, size: int, hidden_size: int, top_k: int, itemsize: int
+) -> int:
+    """What a rank would hand to other ranks instead if every token went to all of them and came back from
+    all: an all-gather and a reduce-scatter, padded to the `num_tokens` of the rank with the most."""
+    row = dispatch_row_bytes(hidden_size, top_k, itemsize)[1] + hidden_size * itemsize
+    return (size - 1) * num_tokens * row
+
+
+def expected_places(num_experts: int, top_k: int, size: int) -> float:
+    """Ranks that a token goes to on average (its own included) if every choice of experts is as likely.
+
+    >>> expected_places(num_experts=4, top_k=1, size=2), expected_places(num_experts=4, top_k=4, size=2)
+    (1.0, 2.0)
+    >>> round(expected_places(num_experts=64, top_k=4, size=8), 2)
+    3.38
+    """
+    every = comb(num_experts, top_k)
+    held = [len(experts_of(place, num_experts, size)) for place in range(size)]
+    return sum(1 - comb(num_experts - count, top_k) / every for count in held)
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,8 @@ class ExpertPlan:
     Attributes:
         num_prefill_tokens: of this PCP rank; the same tokens on all ranks of its TP group.
         num_decode_tokens: the same tokens on all ranks of its TP and its `dcp_pcp` group.
-        capacity_tokens: most tokens that any rank of the EP group sends (the largest
-            `dispatch_capacity` of all replicas): equal on all of them. 0: the step has no tokens.
+        capacity_tokens: no rank of the EP group sends more tokens (the largest `dispatch_capacity` of
+            all replicas). Equal on all of them; 0 if none of them has tokens.
     """
 
     num_prefill_tokens: int
@@ -49,9 +49,10 @@ def dispatch_capacity(
     tp: int,
     u: int,
 ) -> int:
-    """Most tokens that a rank of one replica sends to experts in a step.
+    """No rank of one replica sends more tokens to experts in a step than this; 0 only without tokens.
 
-    A pure function of the partition: equal on all ranks of the replica. Across replicas the largest counts.
+    A pure function of the partition: equal on all ranks of the replica. Reached where all ranks have
+    equally many tokens. Of several replicas the largest counts.
 
     Args:
         num_prefill_by_rank, num_decode_by_rank: [P] tokens of each PCP rank; ranks of one `dcp_pcp`
@@ -197,7 +198,7 @@ class ExpertParallel:
     def dispatch(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> Dispatch:
         """Start to send this rank's share of x [n, hidden] to the experts ids [n, top_k].
 
-        `weights` [n, top_k] float32 go along. x may be overwritten after `receive`.
+        `weights` [n, top_k] float32 go along. All three are copied.
         """
         sent, format = self._share.rows, RowFormat(x.shape[1], ids.shape[1], x.dtype)
         places = self._place_of_expert[ids.cpu().numpy()[sent]]  # [sent, top_k]
