@@ -14,7 +14,6 @@ from prefold.config import ParallelConfig
 AXES = ("dp", "pp", "pcp", "tp")
 """Mesh axes from slowest to fastest."""
 
-
 CARVED = ("dcp", "dcp_pcp", "dcp_tp", "ep")
 """Groups that add no ranks: see `Mesh.groups`."""
 
@@ -125,7 +124,7 @@ class Mesh:
         Disjoint, and together the whole world; ranks ascend within a group, so a rank's place in
         its group is its index along `axis`. Groups are ordered by their first rank.
 
-        Carved from the mesh, adding no ranks:
+        Carved from the mesh, adding no ranks (groups in the order of the plane):
 
         - "dcp": ranks that share the KV cache of a sequence. The PCP x TP plane of a stage, pcp fastest,
           cut into runs of D; the order in a group is that order, and a rank's place is its DCP rank.

@@ -1,0 +1,150 @@
+"""Options resolved to a configuration: the KV cache's capacity over DCP and PP, defaults, refusals."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from prefold.config import EngineConfig
+from prefold.engine import args as args_module
+from prefold.engine.args import EngineArgs
+
+BYTES_PER_TOKEN = (16 + 4) * 4
+"""And layer."""
+
+
+@pytest.fixture
+def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineArgs:
+    """6 layers, 8 heads, 8 experts; weights are not looked for."""
+    config = {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "vocab_size": 100,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "moe_intermediate_size": 16,
+        "n_routed_experts": 8,
+        "first_k_dense_replace": 1,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 10_000,
+        "torch_dtype": "float32",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(args_module, "check_checkpoint_files", lambda path: None)
+    monkeypatch.setattr(args_module, "available_cores", lambda: 64)
+    return EngineArgs(str(tmp_path), block_size=4, num_blocks=10)
+
+
+def capacity(config: EngineConfig) -> int:
+    return config.cache.num_blocks * config.virtual_block_size
+
+
+@pytest.mark.parametrize(("dcp", "pcp", "tp"), [(1, 4, 1), (2, 4, 1), (4, 4, 1), (4, 2, 2), (2, 1, 2)])
+def test_equal_memory_holds_dcp_times_the_tokens(base: EngineArgs, dcp: int, pcp: int, tp: int):
+    sizes = {
+        "prefill_context_parallel_size": pcp,
+        "tensor_parallel_size": tp,
+        "decode_context_parallel_size": dcp,
+    }
+    config = replace(base, **sizes).resolve()
+    assert config.cache.num_blocks == 10
+    assert config.virtual_block_size == 4 * dcp
+    assert capacity(config) == 40 * dcp
+    # The last token generated needs no slot.
+    assert config.scheduler.max_model_len == 40 * dcp + 1
+    by_memory = replace(
+        base, num_blocks=None, kv_cache_memory_bytes=6 * BYTES_PER_TOKEN * 4 * 10 + 3, **sizes
+    )
+    assert by_memory.resolve().cache.num_blocks == 10
+    with pytest.raises(ValueError, match=f"max_model_len={40 * dcp + 2}.* allow {40 * dcp + 1}"):
+        replace(base, max_model_len=40 * dcp + 2, **sizes).resolve()
+
+
+def test_the_error_says_how_many_ranks_share(base: EngineArgs):
+    options = {"prefill_context_parallel_size": 2, "decode_context_parallel_size": 2}
+    message = "its 10 blocks of 4 tokens on each of 2 DCP ranks allow 81"
+    with pytest.raises(ValueError, match=message):
+        replace(base, max_model_len=100, **options).resolve()
+
+
+@pytest.mark.parametrize(("pp", "layers"), [(1, 6), (2, 3), (3, 2), (4, 2), (6, 1)])
+def test_a_stage_holds_its_own_layers_only(base: EngineArgs, pp: int, layers: int):
+    memory = layers * BYTES_PER_TOKEN * 4 * 10
+    options = replace(base, num_blocks=None, pipeline_parallel_size=pp)
+    assert replace(options, kv_cache_memory_bytes=memory).resolve().cache.num_blocks == 10
+    assert replace(options, kv_cache_memory_bytes=memory - 1).resolve().cache.num_blocks == 9
+    with pytest.raises(ValueError, match=f"4 tokens takes {layers * 320} bytes in the {layers} layers"):
+        replace(options, kv_cache_memory_bytes=layers * 320 - 1).resolve()
+
+
+@pytest.mark.parametrize(("dcp", "blocks"), [(1, 25), (2, 13), (4, 7)])
+def test_no_more_blocks_than_requests_can_use(base: EngineArgs, dcp: int, blocks: int):
+    options = replace(
+        base,
+        num_blocks=None,
+        kv_cache_memory_bytes=10**8,
+        max_num_seqs=3,
+        max_model_len=100,
+        prefill_context_parallel_size=4,
+        decode_context_parallel_size=dcp,
+    )
+    assert options.resolve().cache.num_blocks == 3 * blocks
+
+
+@pytest.mark.parametrize(
+    ("given", "pp", "expected"), [(None, 1, 8192), (None, 2, 2048), (7, 1, 7), (7, 2, 7), (9000, 3, 9000)]
+)
+def test_tokens_of_a_step(base: EngineArgs, given: int | None, pp: int, expected: int):
+    config = replace(base, max_num_batched_tokens=given, pipeline_parallel_size=pp).resolve()
+    assert config.scheduler.max_num_batched_tokens == expected
+
+
+def test_every_axis_reaches_the_configuration(base: EngineArgs):
+    config = replace(
+        base,
+        tensor_parallel_size=2,
+        prefill_context_parallel_size=3,
+        decode_context_parallel_size=6,
+        pipeline_parallel_size=2,
+        data_parallel_size=4,
+        enable_expert_parallel=True,
+        cp_kv_cache_interleave_size=2,
+        context_attention="sliced",
+        check_step_plans=False,
+    ).resolve()
+    parallel = config.parallel
+    assert (parallel.tensor_parallel_size, parallel.prefill_context_parallel_size) == (2, 3)
+    assert (parallel.decode_context_parallel_size, parallel.cp_kv_cache_interleave_size) == (6, 2)
+    assert (parallel.pipeline_parallel_size, parallel.data_parallel_size) == (2, 4)
+    assert parallel.enable_expert_parallel
+    assert parallel.world_size == 48
+    assert (config.runtime.context_attention, config.runtime.check_step_plans) == ("sliced", False)
+    assert config.digest() != replace(config, parallel=replace(parallel, data_parallel_size=2)).digest()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"decode_context_parallel_size": 2}, "decode_context_parallel_size=2 .*legal: 1$"),
+        ({"decode_context_parallel_size": 0}, "decode_context_parallel_size=0 must be at least 1"),
+        ({"pipeline_parallel_size": 7}, "pipeline_parallel_size=7 .*num_hidden_layers=6"),
+        ({"data_parallel_size": 0}, "data_parallel_size=0 must be at least 1"),
+        ({"cp_kv_cache_interleave_size": 3}, "cp_kv_cache_interleave_size=3 does not divide block_size=4"),
+        ({"tensor_parallel_size": 3}, "num_attention_heads=8 is not divisible by tensor_parallel_size=3"),
+        (
+            {"context_attention": "best"},
+            "context_attention='best' is not one of auto, local, sliced",
+        ),
+    ],
+)
+def test_what_cannot_be(base: EngineArgs, options: dict[str, object], message: str):
+    with pytest.raises(ValueError, match=message):
+        replace(base, **options).resolve()
