@@ -21,7 +21,17 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src"
 MAX_LINES = 500
 
-FOUNDATION = {"config", "request", "step", "kv_spec", "kv_ownership", "hf_config", "hardware", "metrics"}
+FOUNDATION = {
+    "config",
+    "control",
+    "request",
+    "step",
+    "kv_spec",
+    "kv_ownership",
+    "hf_config",
+    "hardware",
+    "metrics",
+}
 RANK_ARITHMETIC = {
     "distributed.mesh",
     "distributed.pcp_layout",
@@ -39,6 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint_files": set(),
     "tokenizer": set(),
     "step": {"request"},
+    "control": {"config"},
     "hf_config": {"config", "checkpoint_files"},
     "flops": {"config"},
     "traffic": {"config", "kv_spec"} | RANK_ARITHMETIC,
@@ -64,9 +75,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sampling": {"request", "step"},
     "worker": {
         "attention",
+        "control",
         "distributed",
         "kv_spec",
         "kv_ownership",
+        "layers",
         "loader",
         "models",
         "sampling",
@@ -88,6 +101,7 @@ MAY_IMPORT_ANYTHING = {"testing"}
 
 NO_TORCH = {
     "config",
+    "control",
     "request",
     "step",
     "kv_spec",

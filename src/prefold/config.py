@@ -207,6 +207,29 @@ class RuntimeConfig:
 
 
 @dataclass(frozen=True)
+class ClusterConfig:
+    """The commands that start ranks, each an equal run of them in order. One starts all ranks, unless
+    there are several nodes or torchrun started one command per rank.
+
+    Attributes:
+        processes: how many commands there are; the engine runs in the first one.
+        processes_per_node: more than 1 under torchrun.
+        master_addr, master_port: where it expects the others.
+        options: `EngineArgs` as the user gave them, where there are several commands: equal for all.
+    """
+
+    processes: int = 1
+    processes_per_node: int = 1
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+    options: dict = field(default_factory=dict)
+
+    def name(self, process: int) -> str:
+        """How messages call a command."""
+        return f"node {process}" if self.processes_per_node == 1 else f"torchrun's process {process}"
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """Everything a worker needs to know, resolved."""
 
@@ -216,6 +239,7 @@ class EngineConfig:
     scheduler: SchedulerConfig
     runtime: RuntimeConfig
     seed: int = 0
+    cluster: ClusterConfig = ClusterConfig()
 
     @property
     def virtual_block_size(self) -> int:

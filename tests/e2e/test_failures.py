@@ -39,7 +39,7 @@ def shared_memory() -> set[str]:
 def workers(llm: LLM) -> list[int]:
     executor = llm.engine._executor
     assert isinstance(executor, MultiProcessExecutor)
-    return [process.pid for process in executor._processes]
+    return executor.pids
 
 
 def assert_nothing_left(pids: list[int], folder: str, memory_before: set[str]) -> None:
@@ -109,7 +109,7 @@ from prefold import LLM, SamplingParams
 llm = LLM(sys.argv[1], prefill_context_parallel_size=2, threads_per_rank=1, skip_tokenizer_init=True,
           max_num_batched_tokens=16, num_blocks=1000, block_size=8)
 executor = llm.engine._executor
-print(executor._folder, *(process.pid for process in executor._processes), flush=True)
+print(executor._folder, *executor.pids, flush=True)
 while len(sys.argv) > 2:
     llm.generate([[i % 200 for i in range(700)]], SamplingParams(temperature=0.0, max_tokens=50))
 sys.stdin.read()

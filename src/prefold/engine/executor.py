@@ -1,45 +1,42 @@
-"""Runs steps on the ranks: in this process, or in one process per rank.
+"""Runs steps on the ranks: in this process, or in one process per rank, here and on other machines.
 
-The only file of the engine that knows workers. A worker that dies, however it dies, closes its
-socket, which the engine notices at once; then all of them are ended and every call raises.
+The only file of the engine that knows workers. A rank that fails, dies or falls silent ends the engine:
+all of them are ended then, and every call raises.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import pickle
 import shutil
-import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import weakref
 from collections import deque
-from multiprocessing.connection import Connection, wait
-from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import msgspec
 
-import prefold
 from prefold.config import EngineConfig
+from prefold.control import NODE_DONE, NODE_FAILED, QUIT, SETUP, STEP, Channel, WorkerSetup, decode, encode
+from prefold.engine.errors import EngineDeadError
+from prefold.engine.launch import LocalRanks
+from prefold.engine.meeting import Meeting, free_port
+from prefold.engine.ranks import Rank, RankFailure, Ranks
 from prefold.step import ModelRunnerOutput, SchedulerOutput
-from prefold.worker.main import ERROR, OUTPUT, QUIT, READY, STEP, WorkerFailure, WorkerSetup
 
 if TYPE_CHECKING:
     from prefold.worker.worker import Worker
+
+__all__ = ["EngineDeadError", "Executor", "InProcessExecutor", "MultiProcessExecutor", "make_executor"]
 
 logger = logging.getLogger("prefold")
 
 SHUTDOWN_GRACE_S = 5.0
 """How long workers may take to leave when asked; then they are killed."""
-
-
-class EngineDeadError(RuntimeError):
-    """A worker has failed; the engine cannot go on. The message says which, and how."""
+START_SILENCE_S = 60.0
+"""How long a rank that starts may be silent at least: loading libraries can keep its threads from running."""
+POLL_S = 1.0
 
 
 class Executor(Protocol):
@@ -89,7 +86,7 @@ class InProcessExecutor:
     def __init__(self, config: EngineConfig) -> None:
         from prefold.worker.worker import start_worker  # imports torch: only where a rank runs
 
-        self._worker: Worker | None = start_worker(config, rank=0, init_file=None)
+        self._worker: Worker | None = start_worker(config, 0, None)
         self._steps: deque[SchedulerOutput] = deque()
 
     def submit(self, replica: int, step: SchedulerOutput) -> None:
@@ -121,81 +118,102 @@ class InProcessExecutor:
 
 
 class MultiProcessExecutor:
-    """One process per rank on this host."""
+    """One process per rank, on this machine and on those that `config.cluster` names."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self._config = config
+        parallel = config.parallel
+        # As the ranks will decode it, so that digests can be compared.
+        self._config = decode(encode(WorkerSetup(config, 0, "")), WorkerSetup).config
         self._failure: str | None = None
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ModelRunnerOutput)
+        self._in_flight: list[deque[int]] = [deque() for _ in range(parallel.data_parallel_size)]
         self._folder = tempfile.mkdtemp(prefix="prefold-")
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._connections: list[Connection] = []
+        self._local = LocalRanks(config.runtime.threads_per_rank)
+        self._channels: list[Channel] = []
+        self._nodes: dict[int, Channel] = {}
         self._finalizer = weakref.finalize(
-            self, _end_workers, self._processes, self._connections, self._folder, SHUTDOWN_GRACE_S
+            self, _end_workers, self._local, self._channels, self._nodes, self._folder
         )
         try:
-            for rank in range(config.parallel.world_size):
-                self._start(rank)
+            self._ranks = self._start()
             self._wait_until_ready()
         except BaseException:
             self.shutdown()
             raise
 
-    def _start(self, rank: int) -> None:
-        ours, theirs = socket.socketpair()
-        environment = dict(os.environ)
-        # A worker finds this very package, installed or not.
-        package_root = str(Path(prefold.__file__).parents[1])
-        environment["PYTHONPATH"] = os.pathsep.join(
-            [package_root, *filter(None, [environment.get("PYTHONPATH")])]
-        )
-        environment["OMP_NUM_THREADS"] = str(self._config.runtime.threads_per_rank)
-        with theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "prefold.worker.main", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-            )
-        self._processes.append(process)
-        connection = Connection(ours.detach())
-        self._connections.append(connection)
-        setup = WorkerSetup(self._config, rank, str(Path(self._folder) / "rendezvous"))
-        connection.send_bytes(pickle.dumps(setup))
+    def _start(self) -> Ranks:
+        """Meet the other nodes, start the ranks of this one, tell all ranks what to do."""
+        parallel, cluster = self._config.parallel, self._config.cluster
+        rendezvous = f"file://{self._folder}/rendezvous"
+        remote: dict[int, Channel] = {}
+        if cluster.processes > 1:
+            meeting = Meeting(self._config)
+            meeting.run()
+            remote = meeting.ranks
+            self._nodes.update(meeting.nodes)
+        if parallel.nnodes > 1:
+            rendezvous = f"tcp://{cluster.master_addr}:{free_port(cluster.master_addr)}"
+        ranks = []
+        for number in range(parallel.world_size):
+            if number in remote:
+                node = number * cluster.processes // parallel.world_size
+                rank = Rank(number, remote[number], node=node, place=cluster.name(node))
+            else:
+                ours, theirs = socket.socketpair()
+                rank = Rank(number, Channel(ours), pid=self._local.start(number, theirs))
+            ranks.append(rank)
+            self._channels.append(rank.channel)
+        limit_s = max(self._config.runtime.collective_timeout_s, START_SILENCE_S)
+        connections = Ranks(ranks, self._nodes, self._local, limit_s)
+        for rank in ranks:
+            connections.send(rank.rank, SETUP, encode(WorkerSetup(self._config, rank.rank, rendezvous)))
+        return connections
 
     def _wait_until_ready(self) -> None:
         """Wait for every rank and check that all run the same configuration."""
         from prefold.worker.info import WorkerInfo
 
-        waiting = set(range(len(self._connections)))
+        digest = self._config.digest()
+        waiting = list(self._ranks.ranks)
         while waiting:
-            for rank in self._readable(waiting):
-                info = msgspec.msgpack.decode(self._receive(rank, READY), type=WorkerInfo)
-                if info.digest != self._config.digest():
-                    self._fail(f"rank {rank} runs another configuration: {info.digest}")
-                logger.info("rank %d is ready: process %d on cores %s", rank, info.pid, info.cores)
-                waiting.discard(rank)
+            self._poll(POLL_S)
+            for rank in [rank for rank in waiting if rank.ready is not None]:
+                info: WorkerInfo = decode(rank.ready or b"", WorkerInfo)
+                rank.pid = info.pid
+                if info.digest != digest:
+                    self._fail(RankFailure(f"rank {rank.rank} runs another configuration: {info.digest}"))
+                logger.info("rank %d is ready: process %d on cores %s", rank.rank, info.pid, info.cores)
+                waiting.remove(rank)
+        self._ranks.limit_s = self._config.runtime.collective_timeout_s
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the ranks, each on its own machine."""
+        return [rank.pid or 0 for rank in self._ranks.ranks]
 
     def submit(self, replica: int, step: SchedulerOutput) -> None:
         """See Executor.submit."""
-        if self._failure is not None:
-            raise EngineDeadError(self._failure)
-        message = STEP + self._encoder.encode(step)
+        self.check_health()
+        self._in_flight[replica].append(step.step_id)
+        body = self._encoder.encode(step)
         size = self._config.parallel.replica_size
         for rank in range(replica * size, (replica + 1) * size):
-            try:
-                self._connections[rank].send_bytes(message)
-            except OSError:
-                self._receive(rank, OUTPUT)  # says what became of it
+            self._ranks.send(rank, STEP, body)
 
     def receive(self) -> tuple[int, ModelRunnerOutput]:
         """See Executor.receive."""
-        if self._failure is not None:
-            raise EngineDeadError(self._failure)
-        first = self._readable(range(len(self._connections)))[0]
-        output = self._decoder.decode(self._receive(first, OUTPUT))
-        return first // self._config.parallel.replica_size, output
+        # Look for failures first: an output may be the consequence of one.
+        self.check_health()
+        assert any(self._in_flight), "nothing was submitted"
+        while not self._ranks.outputs:
+            self._poll(POLL_S)
+        rank, body = self._ranks.outputs.popleft()
+        replica = rank // self._config.parallel.replica_size
+        output = self._decoder.decode(body)
+        expected = self._in_flight[replica].popleft()
+        assert output.step_id == expected, (rank, output.step_id, expected)
+        return replica, output
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """See Executor.execute."""
@@ -206,51 +224,27 @@ class MultiProcessExecutor:
         """See Executor.check_health."""
         if self._failure is not None:
             raise EngineDeadError(self._failure)
-        for rank, process in enumerate(self._processes):
-            if process.poll() is not None:
-                self._receive(rank, OUTPUT)
+        self._poll(0.0)
 
-    def _readable(self, ranks: set[int] | range) -> list[int]:
-        """Those of `ranks` that have sent something or are gone; waits for one."""
-        ready = wait([self._connections[rank] for rank in ranks])
-        # Errors of any rank come first: the sampling rank's output may be their consequence.
-        return sorted((rank for rank in ranks if self._connections[rank] in ready), reverse=True)
-
-    def _receive(self, rank: int, kind: bytes) -> memoryview:
-        """The next message of a rank, which must be of `kind`; anything else ends the engine."""
+    def _poll(self, timeout_s: float) -> None:
+        oldest = [steps[0] for steps in self._in_flight if steps]
         try:
-            message = self._connections[rank].recv_bytes()
-        except (EOFError, OSError):
-            self._fail(f"rank {rank} {self._cause_of_death(rank)}")
-        if message[:1] == ERROR:
-            failure = msgspec.msgpack.decode(memoryview(message)[1:], type=WorkerFailure)
-            if failure.user_error:
-                self.shutdown()
-                raise ValueError(failure.message)
-            logger.error("rank %d failed:\n%s", rank, failure.traceback)
-            self._fail(f"rank {rank} failed: {failure.message}")
-        assert message[:1] == kind, (rank, message[:1], kind)
-        return memoryview(message)[1:]
+            self._ranks.poll(timeout_s, min(oldest, default=None))
+        except RankFailure as failure:
+            self._fail(failure)
 
-    def _cause_of_death(self, rank: int) -> str:
-        process = self._processes[rank]
-        try:
-            code = process.wait(timeout=SHUTDOWN_GRACE_S)
-        except subprocess.TimeoutExpired:
-            return f"(process {process.pid}) closed its connection"
-        if code < 0:
-            return f"(process {process.pid}) was killed by {signal.Signals(-code).name}"
-        return f"(process {process.pid}) exited with code {code}"
-
-    def _fail(self, message: str) -> None:
-        self._failure = f"the engine is dead: {message}"
-        self._kill()
-        raise EngineDeadError(self._failure)
-
-    def _kill(self) -> None:
-        for process in self._processes:
-            process.kill()
+    def _fail(self, failure: RankFailure) -> NoReturn:
+        if failure.trace:
+            logger.error("%s:\n%s", failure, failure.trace)
+        self._failure = f"the engine is dead: {failure}"
+        for channel in self._nodes.values():
+            with contextlib.suppress(OSError):
+                channel.send(NODE_FAILED, self._failure.encode())
+        self._local.kill()
         self.shutdown()
+        if failure.user_error:
+            raise ValueError(str(failure))
+        raise EngineDeadError(self._failure)
 
     def shutdown(self) -> None:
         """See Executor.shutdown."""
@@ -259,18 +253,12 @@ class MultiProcessExecutor:
         self._finalizer()
 
 
-def _end_workers(
-    processes: list[subprocess.Popen[bytes]], connections: list[Connection], folder: str, grace_s: float
-) -> None:
-    """Ask workers to leave, kill those that do not, and reap all."""
-    for connection in connections:
-        with contextlib.suppress(OSError):
-            connection.send_bytes(QUIT)
-        connection.close()
-    for process in processes:
-        try:
-            process.wait(timeout=grace_s)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+def _end_workers(local: LocalRanks, channels: list[Channel], nodes: dict[int, Channel], folder: str) -> None:
+    """Ask workers to leave, kill those of this machine that do not, and reap them."""
+    for kind, group in ((QUIT, channels), (NODE_DONE, nodes.values())):
+        for channel in group:
+            with contextlib.suppress(OSError):
+                channel.send(kind)
+            channel.close()
+    local.reap(SHUTDOWN_GRACE_S)
     shutil.rmtree(folder, ignore_errors=True)

@@ -1,108 +1,149 @@
 """Entry point of a worker process: `python -m prefold.worker.main FD`.
 
-FD is one end of a socket pair; the engine holds the other. First comes a `WorkerSetup`, then one
-message per step. A worker leaves when the engine says so or when the socket closes, which also
-happens when the engine dies in whatever way.
+FD is a socket whose other end the engine holds. First comes a `WorkerSetup`, then one message per
+step. A thread does the reading, so that a rank answers the engine's pings while it computes, and leaves
+at once when it is told to or when the engine is gone, whatever it is doing.
 """
 
 from __future__ import annotations
 
 import os
-import pickle
+import queue
+import select
 import shutil
 import signal
+import socket
 import sys
+import threading
 import traceback
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import NoReturn
 
-import msgspec
-
-from prefold.config import EngineConfig
+from prefold.control import (
+    ERROR,
+    OUTPUT,
+    PING,
+    PONG,
+    QUIT,
+    READY,
+    SETUP,
+    STEP,
+    Channel,
+    Pong,
+    WorkerFailure,
+    WorkerSetup,
+    decode,
+    encode,
+)
+from prefold.distributed.errors import CollectiveError
 from prefold.step import SchedulerOutput
 
-STEP, QUIT = b"S", b"Q"
-"""Kinds of messages to a worker, their first byte."""
-READY, OUTPUT, ERROR = b"R", b"O", b"E"
-"""Kinds of messages from a worker."""
+PARENT_CHECK_S = 1.0
+"""How often a rank looks whether the command that started it is still there."""
 
 
-@dataclass(frozen=True)
-class WorkerSetup:
-    """What a worker process is told first."""
+class EngineLink:
+    """The rank's end of its connection.
 
-    config: EngineConfig
-    rank: int
-    init_file: str
-    """Where the ranks meet: a path that does not exist yet in a folder that does."""
+    Attributes:
+        inbox: bodies of the messages for the main thread: the `WorkerSetup`, then the steps.
+        step: what the main thread is computing, for the engine's messages.
+        folder: to be removed if the engine cannot do so any more.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self.step: int | None = None
+        self.folder: Path | None = None
+        self._channel = Channel(sock)
+        self._sending = threading.Lock()
+        self._parent = os.getppid()
+        threading.Thread(target=self._read, name="engine-link", daemon=True).start()
+
+    def send(self, kind: bytes, body: bytes = b"") -> None:
+        """Send from any thread; waits until the socket has taken it all."""
+        with self._sending:
+            try:
+                self._channel.send(kind, body)
+                while not self._channel.flush():
+                    select.select([], [self._channel], [])
+            except OSError:
+                self._leave_orphaned()
+
+    def _read(self) -> None:
+        while True:
+            select.select([self._channel], [], [], PARENT_CHECK_S)
+            if os.getppid() != self._parent:
+                self._leave_orphaned()
+            try:
+                messages = self._channel.receive()
+            except EOFError:
+                self._leave_orphaned()
+            for kind, body in messages:
+                if kind == PING:
+                    self.send(PONG, encode(Pong(self.step)))
+                elif kind == QUIT:
+                    leave(0)
+                else:
+                    assert kind in (SETUP, STEP), kind
+                    self.inbox.put(body)
+
+    def _leave_orphaned(self) -> NoReturn:
+        """The engine is gone: nobody is left to tell, or to clear up."""
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        leave(1)
 
 
-class WorkerFailure(msgspec.Struct):
-    """An error on its way to the engine. `user_error`: a ValueError, for the user to mend."""
-
-    rank: int
-    message: str
-    traceback: str
-    user_error: bool
+def leave(code: int) -> NoReturn:
+    """End this process without tearing anything down: other ranks may wait for it in a collective."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
-def main(fd: int) -> int:
-    connection = Connection(fd)
+def main(fd: int) -> NoReturn:
     # Ctrl-C reaches the whole process group; the engine decides what becomes of its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    setup: WorkerSetup = pickle.loads(connection.recv_bytes())
+    link = EngineLink(socket.socket(fileno=fd))
     try:
-        _serve(connection, setup)
-    except (EOFError, ConnectionError):
-        return _leave_orphaned(setup)
+        _serve(link)
     except BaseException as error:
+        user_error = isinstance(error, ValueError)
+        message = str(error) if user_error else f"{type(error).__name__}: {error}"
         failure = WorkerFailure(
-            setup.rank,
-            f"{type(error).__name__}: {error}" if not isinstance(error, ValueError) else str(error),
-            traceback.format_exc(),
-            isinstance(error, ValueError),
+            message, traceback.format_exc(), user_error, isinstance(error, CollectiveError)
         )
-        try:
-            connection.send_bytes(ERROR + msgspec.msgpack.encode(failure))
-        except OSError:
-            return _leave_orphaned(setup)
-        return 1
-    return 0
+        link.send(ERROR, encode(failure))
+        leave(1)
 
 
-def _leave_orphaned(setup: WorkerSetup) -> int:
-    """The engine is gone: nobody is left to tell, or to clear up."""
-    shutil.rmtree(Path(setup.init_file).parent, ignore_errors=True)
-    return 1
-
-
-def _serve(connection: Connection, setup: WorkerSetup) -> None:
-    """Set the rank up and run steps until told to quit."""
+def _serve(link: EngineLink) -> NoReturn:
+    """Set the rank up and run steps, until the link ends the process."""
+    setup: WorkerSetup = decode(link.inbox.get(), WorkerSetup)
     config, rank = setup.config, setup.rank
+    if setup.rendezvous.startswith("file://"):
+        link.folder = Path(setup.rendezvous.removeprefix("file://")).parent
     # Before torch is imported: its thread pool inherits the binding.
     from prefold.worker.pinning import pin_to_cores
 
     if config.runtime.pin_threads and config.runtime.device == "cpu":
-        pin_to_cores(rank, config.parallel.world_size, config.runtime.threads_per_rank)
+        local_size = config.parallel.world_size // config.parallel.nnodes
+        pin_to_cores(rank % local_size, local_size, config.runtime.threads_per_rank)
     from prefold.worker.worker import start_worker
 
-    worker = start_worker(config, rank, setup.init_file)
-    connection.send_bytes(READY + msgspec.msgpack.encode(worker.info()))
-    decoder = msgspec.msgpack.Decoder(SchedulerOutput)
-    encoder = msgspec.msgpack.Encoder()
+    rendezvous = setup.rendezvous
+    if "init_file" in start_worker.__annotations__:
+        rendezvous = rendezvous.removeprefix("file://")
+    worker = start_worker(config, rank, rendezvous)
+    link.send(READY, encode(worker.info()))
     while True:
-        message = connection.recv_bytes()
-        if message[:1] == QUIT:
-            return
-        output = worker.execute(decoder.decode(memoryview(message)[1:]))
+        step: SchedulerOutput = decode(link.inbox.get(), SchedulerOutput)
+        link.step = step.step_id
+        output = worker.execute(step)
         if output is not None:
-            connection.send_bytes(OUTPUT + encoder.encode(output))
+            link.send(OUTPUT, encode(output))
 
 
 if __name__ == "__main__":
-    # Other ranks may wait for this one in a collective: leave without tearing anything down.
-    code = main(int(sys.argv[1]))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    main(int(sys.argv[1]))

@@ -1,0 +1,7 @@
+"""What the engine raises when it cannot go on."""
+
+from __future__ import annotations
+
+
+class EngineDeadError(RuntimeError):
+    """A worker has failed; the engine cannot go on. The message says which, and how."""

@@ -1,0 +1,243 @@
+"""The engine's view of its ranks: who has answered, who is gone, and who is to blame.
+
+A rank that dies, however it dies, closes its connection, which is noticed at once. A rank that is
+stopped, or whose machine has vanished, does not answer pings: silence counts while the engine listens,
+and only after everything that has arrived was read, so that a busy engine accuses nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from prefold.control import (
+    ERROR,
+    OUTPUT,
+    PING,
+    PONG,
+    RANK_ENDED,
+    READY,
+    Channel,
+    Pong,
+    RankEnded,
+    WorkerFailure,
+    decode,
+)
+from prefold.engine.launch import LocalRanks, describe_exit
+
+ROOT_CAUSE_S = 1.5
+"""After a collective has failed, how long to listen for the reason why it did."""
+DEATH_REPORT_S = 3.0
+"""How long the cause of a rank's death may take to become known after its connection has closed."""
+
+
+@dataclass
+class Rank:
+    """A rank as the engine sees it.
+
+    Attributes:
+        node: which command has started it; 0 is this process.
+        place: the same for messages.
+        silent_s: how long nothing was heard of it, as far as that counts.
+        asked: it has a ping to answer.
+        step: what it was computing when last heard of.
+        ready: its WorkerInfo, encoded, once it is ready.
+        exit_code: once known.
+    """
+
+    rank: int
+    channel: Channel
+    pid: int | None = None
+    node: int = 0
+    place: str = ""
+    silent_s: float = 0.0
+    asked: bool = False
+    step: int | None = None
+    ready: bytes | None = None
+    failure: WorkerFailure | None = None
+    gone: bool = False
+    exit_code: int | None = None
+    num_received: int = 0
+
+    def __str__(self) -> str:
+        process = f"process {self.pid}" if self.pid else ""
+        about = ", ".join(filter(None, [process, self.place]))
+        return f"rank {self.rank} ({about})" if about else f"rank {self.rank}"
+
+
+class RankFailure(Exception):
+    """Why the ranks cannot go on. `user_error`: a ValueError on a rank, for the user to mend."""
+
+    def __init__(self, message: str, user_error: bool = False, trace: str = "") -> None:
+        super().__init__(message)
+        self.user_error = user_error
+        self.trace = trace
+
+
+class Ranks:
+    """Connections to all ranks.
+
+    Args:
+        ranks: in rank order.
+        nodes: channels to the other commands that have started ranks, by their number.
+        local: the ranks that are children of this process.
+        limit_s: a rank that does not answer for so long has failed; may be changed.
+
+    Attributes:
+        outputs: (rank, encoded output) as they came.
+    """
+
+    def __init__(
+        self, ranks: list[Rank], nodes: dict[int, Channel], local: LocalRanks, limit_s: float
+    ) -> None:
+        self.ranks = ranks
+        self.outputs: deque[tuple[int, bytes]] = deque()
+        self.limit_s = limit_s
+        self._nodes = dict(nodes)
+        self._names = {rank.node: rank.place for rank in ranks}
+        self._local = local
+        self._lost_node: int | None = None
+        self._next_ping = 0.0
+        self._polled = time.monotonic()
+
+    @property
+    def _ping_every_s(self) -> float:
+        return min(1.0, self.limit_s / 4)
+
+    def send(self, rank: int, kind: bytes, body: bytes = b"") -> None:
+        """Never waits, and leaves it to `poll` to say that a rank is gone."""
+        with contextlib.suppress(OSError):
+            self.ranks[rank].channel.send(kind, body)
+
+    def poll(self, timeout_s: float, step: int | None) -> None:
+        """Read what has come, waiting up to `timeout_s` for something; outputs are put into `outputs`.
+
+        Args:
+            step: the oldest step that has no output yet, for messages.
+
+        Raises:
+            RankFailure: a rank has failed, is gone, or has been silent for too long.
+        """
+        self._listen(timeout_s)
+        if self._lost_node is not None or any(
+            rank.failure is not None or rank.gone or rank.silent_s > self.limit_s for rank in self.ranks
+        ):
+            raise self._find_cause(step)
+
+    def _listen(self, timeout_s: float) -> None:
+        """One round: ask for signs of life, write what is left to write, read what there is."""
+        self._ping()
+        poller = select.poll()
+        readers: dict[int, Callable[[], None]] = {}
+        for rank in self.ranks:
+            if not rank.gone:
+                poller.register(
+                    rank.channel, select.POLLIN | (select.POLLOUT if rank.channel.has_unsent else 0)
+                )
+                readers[rank.channel.fileno()] = partial(self._read, rank)
+        for node, channel in self._nodes.items():
+            poller.register(channel, select.POLLIN)
+            readers[channel.fileno()] = partial(self._read_node, node)
+        ready = poller.poll(min(timeout_s, self._ping_every_s) * 1000)
+        # A longer gap than that means that this process was busy or suspended, and so perhaps were the ranks.
+        now = time.monotonic()
+        gap, self._polled = min(now - self._polled, 2 * self._ping_every_s), now
+        for rank in self.ranks:
+            rank.silent_s += gap
+        for fd, _ in ready:
+            readers[fd]()
+
+    def _ping(self) -> None:
+        """Now and then; a rank that does not answer gets one ping at most."""
+        now = time.monotonic()
+        if now < self._next_ping:
+            return
+        self._next_ping = now + self._ping_every_s
+        for rank in self.ranks:
+            if not rank.gone and not rank.asked:
+                rank.asked = True
+                self.send(rank.rank, PING)
+
+    def _read(self, rank: Rank) -> None:
+        try:
+            with contextlib.suppress(OSError):
+                rank.channel.flush()
+            messages = rank.channel.receive()
+        except EOFError:
+            rank.gone = True
+            return
+        if rank.channel.num_received > rank.num_received:
+            rank.num_received = rank.channel.num_received
+            rank.silent_s = 0.0
+        for kind, body in messages:
+            if kind == OUTPUT:
+                self.outputs.append((rank.rank, body))
+            elif kind == PONG:
+                rank.asked = False
+                rank.step = decode(body, Pong).step
+            elif kind == READY:
+                rank.ready = body
+            else:
+                assert kind == ERROR, kind
+                rank.failure = decode(body, WorkerFailure)
+
+    def _read_node(self, node: int) -> None:
+        try:
+            for kind, body in self._nodes[node].receive():
+                assert kind == RANK_ENDED, kind
+                ended: RankEnded = decode(body, RankEnded)
+                self.ranks[ended.rank].exit_code = ended.code
+        except EOFError:
+            del self._nodes[node]
+            self._lost_node = node
+
+    def _find_cause(self, step: int | None) -> RankFailure:
+        """Why the ranks cannot go on. A failed collective is a consequence, so its cause is waited for."""
+        deadline = time.monotonic() + ROOT_CAUSE_S
+        while time.monotonic() < deadline and not self._is_cause_known():
+            self._listen(deadline - time.monotonic())
+        failures = [(rank, rank.failure) for rank in self.ranks if rank.failure is not None]
+        for _, failure in failures:
+            if failure.user_error:
+                return RankFailure(failure.message, user_error=True)
+        for rank in self.ranks:
+            if rank.gone and rank.failure is None:
+                return RankFailure(f"{rank} {self._describe_death(rank)}")
+        if self._lost_node is not None:
+            name = self._names[self._lost_node]
+            return RankFailure(f"{name} is gone: its command has ended, or its machine cannot be reached")
+        failures.sort(key=lambda entry: entry[1].collective)
+        reports, trace = [], ""
+        for rank, failure in failures[:1]:
+            reports, trace = [f"rank {rank.rank} failed: {failure.message}"], failure.traceback
+        quiet_s = min(self.limit_s, 2.5 * self._ping_every_s)
+        silent = [rank for rank in self.ranks if not rank.gone and rank.silent_s > quiet_s]
+        if silent and all(failure.collective for _, failure in failures):
+            reports.insert(0, _describe_silence(silent, step))
+        return RankFailure("; ".join(reports), trace=trace)
+
+    def _is_cause_known(self) -> bool:
+        return any(rank.gone if rank.failure is None else not rank.failure.collective for rank in self.ranks)
+
+    def _describe_death(self, rank: Rank) -> str:
+        if rank.rank in self._local:
+            rank.exit_code = self._local.exit_code(rank.rank, wait_s=DEATH_REPORT_S)
+        deadline = time.monotonic() + DEATH_REPORT_S
+        while rank.exit_code is None and rank.node in self._nodes and time.monotonic() < deadline:
+            self._listen(deadline - time.monotonic())
+        return "closed its connection" if rank.exit_code is None else describe_exit(rank.exit_code)
+
+
+def _describe_silence(silent: list[Rank], step: int | None) -> str:
+    steps = [at for at in (step, *(rank.step for rank in silent)) if at is not None]
+    when = f"in step {max(steps)}" if steps else "while starting"
+    verb, silence_s = "has" if len(silent) == 1 else "have", max(rank.silent_s for rank in silent)
+    return (
+        f"{', '.join(map(str, silent))} {verb} not answered for {silence_s:.0f} s {when}: "
+        f"stopped, or on an overloaded or unreachable machine"
+    )
