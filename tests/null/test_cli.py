@@ -26,6 +26,7 @@ from prefold.cli.options import EngineOptions, SamplingOptions
 from prefold.cli.progress import ProgressLines, make_progress
 from prefold.cli.run import RunResult
 from prefold.cli.screen import make_console
+from prefold.config import ParallelConfig
 from prefold.engine.args import EngineArgs
 from prefold.request import CompletionOutput, Logprob, RequestMetrics, RequestOutput, SamplingParams
 
@@ -48,6 +49,27 @@ def test_short_and_long_layout_options():
     assert short == parse(["generate", "model", *long_names, "--prompt", "x"])
     assert isinstance(short, GenerateArgs)
     assert (short.engine.tensor_parallel_size, short.engine.prefill_context_parallel_size) == (2, 3)
+
+
+def test_options_of_every_axis():
+    words = "generate m - -tp 2 -pcp 2 -dcp 4 -pp 3 -dp 5 -ep --cp-kv-cache-interleave-size 8"
+    long_words = (
+        "generate m - --tensor-parallel-size 2 --prefill-context-parallel-size 2 "
+        "--decode-context-parallel-size 4 --pipeline-parallel-size 3 --data-parallel-size 5 "
+        "--enable-expert-parallel --cp-kv-cache-interleave-size 8"
+    )
+    args = parse(words.split())
+    assert args == parse(long_words.split())
+    parallel = ParallelConfig.of(args.engine)
+    assert parallel == ParallelConfig(2, 2, 4, 3, 5, True, 8)
+    bench = parse(["bench", "latency", "m", "--input-len", "9", *words.split()[3:]]).what
+    assert bench.engine == args.engine
+    assert describe(args.engine) == "-tp 2 -pcp 2 -dcp 4 -pp 3 -dp 5 -ep"
+
+
+def test_debug_options():
+    assert parse(["generate", "m", "-", "--context-attention", "sliced"]).engine.context_attention == "sliced"
+    assert not parse(["generate", "m", "-", "--no-check-step-plans"]).engine.check_step_plans
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Random checkpoints: equal for equal arguments, readable by transformers, and worth testing with."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import transformers
 
 from prefold.checkpoint_files import check_checkpoint_files
 from prefold.config import ParallelConfig
-from prefold.distributed.layouts import check_layout
+from prefold.distributed.layouts import check_layout, describe_layout
 from prefold.hf_config import SUPPORTED_ARCHITECTURES, load_model_config
 from prefold.testing.checkpoints import BENCHMARK, make_benchmark_checkpoint, make_checkpoint
 
@@ -45,6 +46,14 @@ def test_tiny_checkpoints_are_sharded_and_legal_for_tp_8(checkpoint: Path):
     assert config.mla.v_head_dim != config.mla.qk_head_dim
     raw = json.loads((checkpoint / "config.json").read_text())
     assert raw["topk_method"] == config.moe.topk_method
+
+
+def test_the_weights_are_those_that_layouts_count(checkpoint: Path):
+    """All matrices of the checkpoint: what one rank would hold of them."""
+    shapes = [entry.shape for entry in check_checkpoint_files(checkpoint).values()]
+    matrices = sum(math.prod(shape) for shape in shapes if len(shape) == 2)
+    config = load_model_config(checkpoint)
+    assert describe_layout(config, ParallelConfig()).weight_bytes == 4 * matrices
 
 
 def test_the_tokenizer_fits_the_vocabulary(checkpoint: Path):
