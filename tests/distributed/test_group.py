@@ -7,6 +7,7 @@ import hashlib
 import logging
 import os
 import random
+import re
 import resource
 import time
 
@@ -14,12 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from prefold.distributed.group import CollectiveError, CollectiveTimeout, Group, make_groups
+from prefold.distributed.group import GROUP_NAMES, CollectiveError, CollectiveTimeout, Group, make_groups
 from prefold.distributed.mesh import Mesh
 from prefold.testing.run_ranks import run_ranks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)
-SLOT_BYTES = 8192
+PIECE_BYTES = 8192
 # 1 and odd ones, around a slot of float32 (2048), and large enough for sliced sums of 3 ranks.
 NUMELS = (1, 2, 3, 255, 2047, 2048, 2049, 12_345, 40_001)
 
@@ -99,7 +100,7 @@ def check_all_ops(ctx):
     digests = []
     mesh = Mesh(pcp=ctx.world_size)
     for transport in ("shm", "gloo"):
-        group = make_groups(mesh, ctx.rank, transport, 60, ctx.store, SLOT_BYTES)["pcp"]
+        group = make_groups(mesh, ctx.rank, transport, 60, ctx.store, PIECE_BYTES)["pcp"]
         assert group.transport == transport
         checker = Checker(group)
         for dtype in DTYPES:
@@ -267,25 +268,33 @@ def check_lack_of_memory(ctx):
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
     log.addHandler(handler)
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     if ctx.rank == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-    group = make_groups(ctx.mesh, ctx.rank, "shm", 30, ctx.store, slot_bytes=1 << 20)["pcp"]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 10, hard))
+    group = make_groups(ctx.mesh, ctx.rank, "shm", 30, ctx.store)["pcp"]
     assert group.transport == "gloo"
     assert group.all_reduce(torch.ones(3)).tolist() == [2, 2, 2]
-    small = ctx.groups["pcp"]
-    assert small.transport == "shm"
+    if ctx.rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    group = make_groups(ctx.mesh, ctx.rank, "shm", 1.0, ctx.store)["pcp"]
+    assert group.transport == "shm"
     with pytest.raises(CollectiveError) as caught:
-        small.start_all_gather(torch.ones(1 << 19))
-    assert small.all_reduce(torch.ones(1 << 19)).sum() == 1 << 20
+        group.start_all_gather(torch.ones(1 << 19)).wait()
     return messages, str(caught.value)
 
 
 def test_lack_of_memory_is_told_with_the_size():
-    for messages, error in run_ranks(check_lack_of_memory, 2, slot_bytes=SLOT_BYTES):
+    results = run_ranks(check_lack_of_memory, 2)
+    for messages, _ in results:
         assert len(messages) == 1
-        assert "group 'pcp' uses gloo, which is slower: no 2,101,248 bytes of shared memory" in messages[0]
-        assert "rank 1 of the group: [Errno 27] File too large" in messages[0]
-        assert "all_gather (call 1 of group 'pcp'): no 4,198,400 bytes of shared memory" in error
+        assert re.fullmatch(
+            r"all groups use gloo, which is slower: rank 1: no \d+,\d+ bytes of shared memory: "
+            r"\[Errno 27\] File too large",
+            messages[0],
+        )
+    call = "all_gather (call 1 of group 'pcp')"
+    assert results[0][1] == f"{call} did not complete within 1 s; missing ranks: 1"
+    assert results[1][1] == f"{call}: no 2,097,152 bytes of shared memory: [Errno 27] File too large"
 
 
 def test_a_group_of_one_is_the_identity_and_touches_nothing():
@@ -307,7 +316,7 @@ def test_a_group_of_one_is_the_identity_and_touches_nothing():
     assert group.traffic == {}
     assert (group.rank, group.size, group.transport) == (0, 1, "none")
     groups = make_groups(Mesh(), 0)
-    assert {name: group.size for name, group in groups.items()} == {"tp": 1, "pcp": 1}
+    assert {name: group.size for name, group in groups.items()} == dict.fromkeys(GROUP_NAMES, 1)
     assert not dist.is_initialized()
 
 
@@ -315,4 +324,6 @@ def test_wrong_arguments_are_refused():
     with pytest.raises(ValueError, match=r"rank 2 is not in group 'tp' of ranks \[0, 1\]"):
         Group("tp", [0, 1], 2)
     with pytest.raises(ValueError, match="transport='tcp'"):
-        Group("tp", [0], 0, transport="tcp")
+        make_groups(Mesh(), 0, transport="tcp")
+    with pytest.raises(ValueError, match="world size 3 is not a multiple of nnodes=2"):
+        make_groups(Mesh(pcp=3), 0, nnodes=2)

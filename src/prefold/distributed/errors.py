@@ -14,31 +14,60 @@ class CollectiveTimeout(CollectiveError):
 
     Attributes:
         op, group: what waited, e.g. "all_reduce" of group "tp".
-        sequence: which call on that group it was, counted from 1 and equal on all ranks.
+        sequence: which call on that group it was, counted from 1; equal on all ranks, but for send and recv.
         missing: world ranks that did not arrive, as far as this rank can tell.
+        step: of the engine, if it is known.
     """
 
-    def __init__(self, op: str, group: str, sequence: int, missing: Sequence[int], timeout_s: float) -> None:
+    def __init__(
+        self,
+        op: str,
+        group: str,
+        sequence: int,
+        missing: Sequence[int],
+        timeout_s: float,
+        step: int | None = None,
+    ) -> None:
         # All arguments go to the base class, so that the exception can be pickled.
-        super().__init__(op, group, sequence, list(missing), timeout_s)
+        super().__init__(op, group, sequence, list(missing), timeout_s, step)
         self.op = op
         self.group = group
         self.sequence = sequence
         self.missing = list(missing)
         self.timeout_s = timeout_s
+        self.step = step
 
     def __str__(self) -> str:
-        ranks = ", ".join(str(rank) for rank in self.missing) or "unknown"
-        return (
-            f"{self.op} (call {self.sequence} of group {self.group!r}) did not complete within "
-            f"{self.timeout_s:g} s; missing ranks: {ranks}"
-        )
+        call = describe_call(self.op, self.group, self.sequence, self.step)
+        return f"{call} did not complete within {self.timeout_s:g} s; {describe_missing(self.missing)}"
 
 
 class RanksMissing(Exception):
-    """Raised by a transport, which knows neither op nor world ranks; Group makes it a CollectiveTimeout."""
+    """Raised by a transport, which knows neither op nor world ranks; Group makes a CollectiveError of it.
 
-    def __init__(self, missing: Sequence[int]) -> None:
-        super().__init__(list(missing))
+    Attributes:
+        missing: ranks of the group.
+        reason: why it is certain before the time-out; None: the time-out has passed.
+    """
+
+    def __init__(self, missing: Sequence[int], reason: str | None = None) -> None:
+        super().__init__(list(missing), reason)
         self.missing = list(missing)
-        """Ranks of the group."""
+        self.reason = reason
+
+
+def describe_call(op: str, group: str, sequence: int, step: int | None) -> str:
+    """
+    >>> describe_call("all_gather", "pcp", 7, step=12)
+    "step 12: all_gather (call 7 of group 'pcp')"
+    """
+    where = "" if step is None else f"step {step}: "
+    return f"{where}{op} (call {sequence} of group {group!r})"
+
+
+def describe_missing(ranks: Sequence[int]) -> str:
+    """
+    >>> describe_missing([1, 3])
+    'missing ranks: 1, 3'
+    """
+    return f"missing ranks: {', '.join(str(rank) for rank in ranks) or 'unknown'}"

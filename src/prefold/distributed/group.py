@@ -9,27 +9,36 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from prefold.distributed.errors import CollectiveError, CollectiveTimeout, RanksMissing
+from prefold.distributed.errors import (
+    CollectiveError,
+    CollectiveTimeout,
+    RanksMissing,
+    describe_call,
+    describe_missing,
+)
 from prefold.distributed.mesh import Mesh
-from prefold.distributed.shm import Waiter, shared_memory_is_supported
-from prefold.distributed.shm_collectives import ShmCollectives
+from prefold.distributed.rendezvous import init_distributed, listening_interface, shutdown_distributed
+from prefold.distributed.shm import Waiter
+from prefold.distributed.shm_collectives import PIECE_BYTES, ShmCollectives
+from prefold.distributed.shm_host import Host, meet
 from prefold.distributed.torch_collectives import Store, TorchCollectives
 
 __all__ = [
+    "GROUP_NAMES",
     "CollectiveError",
     "CollectiveTimeout",
+    "Exchange",
     "Gather",
     "Group",
+    "begin_step",
     "init_distributed",
     "make_groups",
     "shutdown_distributed",
@@ -37,14 +46,14 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-SLOT_BYTES = 4 << 20
-"""Default size of a shared-memory slot for started gathers."""
+GROUP_NAMES = ("tp", "pcp", "pp", "dp", "dcp", "dcp_pcp", "dcp_tp", "ep")
+"""See `Mesh.groups`."""
 
 Result = TypeVar("Result")
 
 
-class PendingGather(Protocol):
-    """A transport's all-gather in flight."""
+class Pending(Protocol):
+    """A transport's all-gather or all-to-all in flight."""
 
     def wait(self) -> list[torch.Tensor]: ...
 
@@ -53,7 +62,8 @@ class PendingGather(Protocol):
 
 class Collectives(Protocol):
     """A transport: tensors are contiguous, not empty, and flat (`reduce_scatter`: [size, n] -> [n];
-    `all_gather`: [n] -> [size, n]). Raises RanksMissing after the time-out."""
+    `all_gather`: [n] -> [size, n]; `start_all_to_all`: [n, width], where n may be 0). Ranks are places in
+    the group. Raises RanksMissing after the time-out."""
 
     def all_reduce(self, x: torch.Tensor) -> None: ...
 
@@ -65,7 +75,15 @@ class Collectives(Protocol):
 
     def barrier(self) -> None: ...
 
-    def start_all_gather(self, x: torch.Tensor) -> PendingGather: ...
+    def start_all_gather(self, x: torch.Tensor) -> Pending: ...
+
+    def start_all_to_all(
+        self, x: torch.Tensor, send_counts: Sequence[int], capacity: int, receive_counts: Sequence[int] | None
+    ) -> Pending: ...
+
+    def send(self, x: torch.Tensor, dst: int) -> None: ...
+
+    def recv(self, out: torch.Tensor, src: int) -> None: ...
 
 
 class Gather:
@@ -91,6 +109,10 @@ class Gather:
         self._release()
 
 
+class Exchange(Gather):
+    """An all-to-all that has been started: `wait` gives the rows from every rank, [n_i, width] each."""
+
+
 class Group:
     """Ranks that run collectives together.
 
@@ -98,86 +120,57 @@ class Group:
     callers derive both from the global batch. A call on a tensor without elements does nothing at all.
 
     A call that does not complete within `timeout_s` raises CollectiveTimeout, which names the call
-    and the missing ranks. The group cannot be used after that. A group serves one thread.
+    and the missing ranks; if a rank that it waits for has died, CollectiveError says so at once. The group
+    cannot be used after that. A group serves one thread.
 
     Args:
-        name: of the axis ("tp", "pcp"); appears in `traffic` and in error messages.
-        ranks: world ranks of the group, ascending.
+        name: see GROUP_NAMES; appears in `traffic` and in error messages.
+        ranks: world ranks of the group; their order is that of all results.
         my_rank: this process's world rank.
-        transport: "shm" (ranks of one host, CPU tensors; falls back to gloo, with a warning, where that
-            is impossible) or "gloo" (whatever backend `pg` has, so also NCCL).
-        timeout_s: how long a call may take.
-        pg: process group over `ranks`; not needed by a group of size 1. "shm" uses it to set up.
-        store: the rendezvous store, by which gloo finds out who is missing.
-        slot_bytes: shared memory for what `start_all_gather` sends; each rank has two such slots, and they
-            grow when a larger tensor comes.
-        can_spin: waiting may keep a core busy; pass False if there are more ranks than cores.
+        collectives: the transport; None for a group of size 1.
+        transport: its name.
 
     Attributes:
         rank, size: place in the group, ranks in the group.
-        transport: what is in use: "shm", "gloo", or "none" for a group of size 1.
+        transport: what is in use: "shm", "gloo" (torch.distributed, whatever its backend), or "none" for a
+            group of size 1.
         traffic: `{"<name>.<op>": [calls, bytes]}`; bytes are what this rank hands to the collective
-            (`x.nbytes`; for a broadcast only at its source), whatever the transport makes of them.
+            (`x.nbytes`; for a broadcast only at its source; for an all-to-all only rows to other
+            ranks; nothing for recv), whatever the transport makes of them.
+        step: of the engine, for error messages; see `begin_step`.
+        trace: if a list, each call that is made appends (name, op, shape, dtype). The shape of an
+            all-to-all is (capacity, width): how many rows go where is nothing that ranks agree on.
     """
 
     def __init__(
         self,
         name: str,
-        ranks: list[int],
+        ranks: Sequence[int],
         my_rank: int,
-        transport: str = "gloo",
+        collectives: Collectives | None = None,
+        transport: str = "none",
         timeout_s: float = 300.0,
-        pg: dist.ProcessGroup | None = None,
-        store: Store | None = None,
-        slot_bytes: int = SLOT_BYTES,
-        can_spin: bool = True,
     ) -> None:
         if my_rank not in ranks:
-            raise ValueError(f"rank {my_rank} is not in group {name!r} of ranks {ranks}")
-        if transport not in ("shm", "gloo"):
-            raise ValueError(f"transport={transport!r} is neither 'shm' nor 'gloo'")
+            raise ValueError(f"rank {my_rank} is not in group {name!r} of ranks {list(ranks)}")
         self.name = name
         self.ranks = list(ranks)
-        self.rank = ranks.index(my_rank)
-        self.size = len(ranks)
+        self.rank = self.ranks.index(my_rank)
+        self.size = len(self.ranks)
+        self.transport = transport
         self.traffic: dict[str, list[int]] = {}
+        self.step: int | None = None
+        self.trace: list[tuple[str, str, tuple[int, ...], str]] | None = None
         self._timeout_s = timeout_s
         self._sequence = 0
-        self._collectives: Collectives | None = None
-        self.transport = "none"
-        if self.size == 1:
-            return
-        assert pg is not None, f"group {name!r} has {self.size} ranks and no process group"
-        if transport == "shm":
-            waiter = Waiter(timeout_s, can_spin)
-            self._collectives = self._share_memory(pg, slot_bytes, waiter)
-            self.transport = "shm"
-        if self._collectives is None:
-            self.transport = "gloo"
-            self._collectives = TorchCollectives(self.ranks, self.rank, pg, timeout_s, store)
-
-    def _share_memory(self, pg: dist.ProcessGroup, slot_bytes: int, waiter: Waiter) -> ShmCollectives | None:
-        """None, on all ranks, if the machine or the memory left does not allow it."""
-
-        def exchange(value: object) -> list:
-            values: list = [None] * self.size
-            dist.all_gather_object(values, value, group=pg)
-            return values
-
-        if not shared_memory_is_supported():
-            logger.warning("group %r uses gloo: shared memory needs x86-64 Linux", self.name)
-            return None
-        try:
-            return ShmCollectives(self.rank, self.size, slot_bytes, waiter, exchange)
-        except CollectiveError as error:
-            logger.warning("group %r uses gloo, which is slower: %s", self.name, error)
-            return None
+        self._collectives = collectives
+        assert (collectives is None) == (self.size == 1), (name, self.ranks, collectives)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum `x` over the ranks, in place, and return it. Adds in float32; all ranks get equal bits."""
         if self._collectives is not None and x.numel():
             flat = x.contiguous().view(-1)
-            self._call("all_reduce", x.nbytes, lambda c: c.all_reduce(flat))
+            self._call("all_reduce", x, x.nbytes, lambda c: c.all_reduce(flat))
             if not x.is_contiguous():
                 x.copy_(flat.view(x.shape))
         return x
@@ -192,7 +185,7 @@ class Group:
         assert out.is_contiguous()
         if x.numel():
             flat, flat_out = x.contiguous().view(-1), out.view(self.size, -1)
-            self._call("all_gather", x.nbytes, lambda c: c.all_gather(flat, flat_out))
+            self._call("all_gather", x, x.nbytes, lambda c: c.all_gather(flat, flat_out))
         return out
 
     def reduce_scatter(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -207,7 +200,7 @@ class Group:
         assert out.is_contiguous()
         if x.numel():
             flat, flat_out = x.contiguous().view(self.size, -1), out.view(-1)
-            self._call("reduce_scatter", x.nbytes, lambda c: c.reduce_scatter(flat, flat_out))
+            self._call("reduce_scatter", x, x.nbytes, lambda c: c.reduce_scatter(flat, flat_out))
         return out
 
     def broadcast(self, x: torch.Tensor, src: int) -> torch.Tensor:
@@ -216,7 +209,7 @@ class Group:
         if self._collectives is not None and x.numel():
             flat = x.contiguous().view(-1)
             num_bytes = x.nbytes if self.rank == src else 0
-            self._call("broadcast", num_bytes, lambda c: c.broadcast(flat, src))
+            self._call("broadcast", x, num_bytes, lambda c: c.broadcast(flat, src))
             if not x.is_contiguous():
                 x.copy_(flat.view(x.shape))
         return x
@@ -224,7 +217,7 @@ class Group:
     def barrier(self) -> None:
         """Return when all ranks have called it."""
         if self._collectives is not None:
-            self._call("barrier", 0, lambda c: c.barrier())
+            self._call("barrier", None, 0, lambda c: c.barrier())
 
     def start_all_gather(self, x: torch.Tensor) -> Gather:
         """Begin to gather `x` and return at once; `x` may be overwritten after `wait`.
@@ -236,59 +229,118 @@ class Group:
             parts = [x] * self.size
             return Gather(lambda: parts, lambda: None)
         flat = x.contiguous().view(-1)
-        pending = self._call("all_gather", x.nbytes, lambda c: c.start_all_gather(flat))
-        sequence = self._sequence
+        pending = self._call("all_gather", x, x.nbytes, lambda c: c.start_all_gather(flat))
+        return Gather(self._waiting("all_gather", pending, x.shape), pending.release)
+
+    def start_all_to_all(
+        self,
+        x: torch.Tensor,
+        send_counts: Sequence[int],
+        capacity: int,
+        receive_counts: Sequence[int] | None = None,
+    ) -> Exchange:
+        """Begin to send rows of `x` to the other ranks and return at once.
+
+        `x` must not change before `release`: rows that a rank has for itself are not copied.
+
+        An exchange must be released before the second exchange after it is started: two can be in
+        flight. Other collectives of the group may run in between.
+
+        Args:
+            x: [n, width], contiguous, any dtype, sorted by destination. A rank without rows takes part, too.
+            send_counts: [size] rows for each rank of the group, n in sum.
+            capacity: at least n, and equal on all ranks: shared memory is sized by it. 0: nothing happens.
+            receive_counts: [size] rows that come from each rank, if they are known; else they travel, too.
+        """
+        n, width = x.shape
+        assert len(send_counts) == self.size, (send_counts, self.size)
+        assert sum(send_counts) == n <= capacity, (send_counts, n, capacity)
+        assert width
+        assert x.is_contiguous()
+        if self._collectives is None or capacity == 0:
+            parts = [x] * self.size
+            return Exchange(lambda: parts, lambda: None)
+        num_bytes = (n - send_counts[self.rank]) * width * x.element_size()
+        pending = self._call(
+            "all_to_all",
+            x,
+            num_bytes,
+            lambda c: c.start_all_to_all(x, send_counts, capacity, receive_counts),
+            shape=(capacity, width),
+        )
+        return Exchange(self._waiting("all_to_all", pending), pending.release)
+
+    def send(self, x: torch.Tensor, dst: int) -> None:
+        """Give `x` to rank `dst` of the group, which calls `recv` with a tensor of the same shape and dtype.
+
+        Returns without waiting for that while fewer than two earlier messages are unread; `x` may then be
+        overwritten. This process must live until its messages are read.
+        """
+        assert dst != self.rank
+        if x.numel():
+            flat = x.contiguous().view(-1)
+            self._call("send", x, x.nbytes, lambda c: c.send(flat, dst))
+
+    def recv(self, out: torch.Tensor, src: int) -> torch.Tensor:
+        """Overwrite `out` (contiguous) with the next message of rank `src` of the group, and return it."""
+        assert src != self.rank
+        assert out.is_contiguous()
+        if out.numel():
+            self._call("recv", out, None, lambda c: c.recv(out.view(-1), src))
+        return out
+
+    def _waiting(
+        self, op: str, pending: Pending, shape: torch.Size | None = None
+    ) -> Callable[[], list[torch.Tensor]]:
+        """The `wait` of what the last call started; parts get `shape`, if one is given."""
+        sequence, step = self._sequence, self.step
 
         def wait() -> list[torch.Tensor]:
-            with self._named("all_gather", sequence):
-                return [part.view(x.shape) for part in pending.wait()]
+            with self._named(op, sequence, step):
+                return [part if shape is None else part.view(shape) for part in pending.wait()]
 
-        return Gather(wait, pending.release)
+        return wait
 
-    def _call(self, op: str, num_bytes: int, run: Callable[[Collectives], Result]) -> Result:
-        """Count and run one collective."""
+    def _call(
+        self,
+        op: str,
+        x: torch.Tensor | None,
+        num_bytes: int | None,
+        run: Callable[[Collectives], Result],
+        shape: tuple[int, ...] | None = None,
+    ) -> Result:
+        """Count and run one collective. `num_bytes` None: another rank counts it."""
         assert self._collectives is not None
         self._sequence += 1
-        count = self.traffic.setdefault(f"{self.name}.{op}", [0, 0])
-        count[0] += 1
-        count[1] += num_bytes
-        with self._named(op, self._sequence):
+        if num_bytes is not None:
+            count = self.traffic.setdefault(f"{self.name}.{op}", [0, 0])
+            count[0] += 1
+            count[1] += num_bytes
+        if self.trace is not None:
+            dtype = "" if x is None else str(x.dtype)
+            self.trace.append((self.name, op, shape or (() if x is None else tuple(x.shape)), dtype))
+        with self._named(op, self._sequence, self.step):
             return run(self._collectives)
 
     @contextmanager
-    def _named(self, op: str, sequence: int) -> Iterator[None]:
+    def _named(self, op: str, sequence: int, step: int | None) -> Iterator[None]:
         """Say in errors which call of which group it was."""
         try:
             yield
         except RanksMissing as error:
             missing = [self.ranks[rank] for rank in error.missing]
-            raise CollectiveTimeout(op, self.name, sequence, missing, self._timeout_s) from error
+            if error.reason is None:
+                raise CollectiveTimeout(op, self.name, sequence, missing, self._timeout_s, step) from error
+            call = describe_call(op, self.name, sequence, step)
+            raise CollectiveError(f"{call}: {error.reason}; {describe_missing(missing)}") from error
         except CollectiveError as error:
-            raise CollectiveError(f"{op} (call {sequence} of group {self.name!r}): {error}") from error
+            raise CollectiveError(f"{describe_call(op, self.name, sequence, step)}: {error}") from error
 
 
-def init_distributed(
-    rank: int,
-    world_size: int,
-    init_file: str | Path,
-    backend: str = "gloo",
-    timeout_s: float = 300.0,
-) -> Store | None:
-    """Meet the other ranks by way of `init_file`, a path that does not exist yet (no ports needed).
-
-    Returns the rendezvous store for `make_groups`. A world of 1 needs none and does not touch
-    torch.distributed.
-    """
-    if world_size == 1:
-        return None
-    timeout = timedelta(seconds=timeout_s)
-    store = dist.FileStore(  # pyright: ignore[reportPrivateImportUsage]
-        str(init_file), world_size
-    )
-    store.set_timeout(timeout)
-    with _loopback():
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-    return store
+def begin_step(groups: dict[str, Group], step_id: int) -> None:
+    """Errors of collectives name this step from here on."""
+    for group in groups.values():
+        group.step = step_id
 
 
 def make_groups(
@@ -297,46 +349,96 @@ def make_groups(
     transport: str = "shm",
     timeout_s: float = 300.0,
     store: Store | None = None,
-    slot_bytes: int = SLOT_BYTES,
+    piece_bytes: int = PIECE_BYTES,
+    nnodes: int = 1,
 ) -> dict[str, Group]:
-    """{"tp": Group, "pcp": Group} of this rank. All ranks call it together, after `init_distributed`."""
+    """This rank's groups, by GROUP_NAMES. All ranks call it together, after `init_distributed`.
+
+    Args:
+        transport: "shm" (CPU tensors; groups that span nodes use gloo, and so do all, with a warning, where
+            shared memory is impossible) or "gloo" (whatever backend torch.distributed has, so also NCCL).
+        timeout_s: how long a call may take.
+        store: what `init_distributed` returned.
+        piece_bytes: large tensors move through shared memory in pieces of this size.
+        nnodes: ranks are spread over so many hosts evenly, in order.
+    """
+    if transport not in ("shm", "gloo"):
+        raise ValueError(f"transport={transport!r} is neither 'shm' nor 'gloo'")
+    if mesh.world_size % nnodes:
+        raise ValueError(f"world size {mesh.world_size} is not a multiple of nnodes={nnodes}")
+    ranks_per_node = mesh.world_size // nnodes
+    own = {name: mesh.group_of(name, rank) for name in GROUP_NAMES}
+    words = {name: ShmCollectives.header_words(len(own[name])) for name in GROUP_NAMES}
+    host = None
+    if transport == "shm" and mesh.world_size > 1:
+        host = _meet_host(rank, ranks_per_node, sum(words.values()))
+
+    def shares_memory(ranks: list[int]) -> bool:
+        return host is not None and len({member // ranks_per_node for member in ranks}) == 1
+
+    all_groups = [ranks for name in GROUP_NAMES for ranks in mesh.groups(name) if not shares_memory(ranks)]
+    process_groups = _make_process_groups(all_groups, rank, timeout_s, store)
     # os.cpu_count, not the affinity: a worker pinned to its core still has that core to itself.
-    can_spin = mesh.world_size <= (os.cpu_count() or 1)
+    can_spin = ranks_per_node <= (os.cpu_count() or 1)
     groups = {}
-    for axis in ("tp", "pcp"):
-        own_pg = None
-        for ranks in mesh.groups(axis):
-            # Every rank takes part in making every process group, in the same order.
-            if len(ranks) > 1:
-                with _loopback():
-                    pg = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s))
-                if rank in ranks:
-                    assert isinstance(pg, dist.ProcessGroup)
-                    own_pg = pg
-        groups[axis] = Group(
-            axis, mesh.group_of(axis, rank), rank, transport, timeout_s, own_pg, store, slot_bytes, can_spin
-        )
+    start = 0
+    for name, ranks in own.items():
+        place = ranks.index(rank)
+        if len(ranks) == 1:
+            groups[name] = Group(name, ranks, rank)
+        elif host is not None and shares_memory(ranks):
+            waiter = Waiter(timeout_s, can_spin, _ended_places(host, ranks))
+            headers = host.headers(ranks, start, words[name])
+            pids = [host.pids[member] for member in ranks]
+            shm = ShmCollectives(place, headers, pids, waiter, piece_bytes)
+            groups[name] = Group(name, ranks, rank, shm, "shm", timeout_s)
+        else:
+            pg = process_groups[frozenset(ranks)]
+            gloo = TorchCollectives(name, ranks, place, pg, timeout_s, store)
+            groups[name] = Group(name, ranks, rank, gloo, "gloo", timeout_s)
+        start += words[name]
     return groups
 
 
-def shutdown_distributed() -> None:
-    """Leave torch.distributed, if this process ever joined."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
+def _meet_host(rank: int, ranks_per_node: int, words: int) -> Host | None:
+    """None, on all ranks, if one of them cannot share memory."""
+
+    def exchange(value: object) -> list:
+        values: list = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value)
+        return values
+
+    first = rank // ranks_per_node * ranks_per_node
+    host = meet(rank, range(first, first + ranks_per_node), words, exchange)
+    if isinstance(host, str):
+        logger.warning("all groups use gloo, which is slower: %s", host)
+        return None
+    return host
 
 
-@contextmanager
-def _loopback() -> Iterator[None]:
-    """Let gloo listen on the loopback interface, unless the user chose one: all ranks are on this host.
+def _ended_places(host: Host, ranks: list[int]) -> Callable[[Sequence[int]], list[int]]:
+    """Host.ended in places of a group."""
+    return lambda places: [ranks.index(member) for member in host.ended([ranks[place] for place in places])]
 
-    gloo reads its choice from the environment when a process group is made, and only then.
+
+def _make_process_groups(
+    groups: list[list[int]], rank: int, timeout_s: float, store: Store | None
+) -> dict[frozenset[int], dist.ProcessGroup]:
+    """One for each set of ranks that `rank` belongs to, however many groups it has.
+
+    Every rank takes part in making every process group, in the same order.
     """
-    variable = "GLOO_SOCKET_IFNAME"
-    if variable in os.environ or all(name != "lo" for _, name in socket.if_nameindex()):
-        yield
-        return
-    os.environ[variable] = "lo"
-    try:
-        yield
-    finally:
-        del os.environ[variable]
+    made: dict[frozenset[int], dist.ProcessGroup] = {}
+    seen: set[frozenset[int]] = set()
+    for ranks in groups:
+        members = frozenset(ranks)
+        if len(ranks) == 1 or members in seen:
+            continue
+        seen.add(members)
+        # Not dist.group.WORLD either: after a time-out gloo closes all connections of a process group.
+        with listening_interface(store):
+            pg = dist.new_group(sorted(ranks), timeout=timedelta(seconds=timeout_s))
+        if rank in members:
+            assert isinstance(pg, dist.ProcessGroup)
+            made[members] = pg
+    return made

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import torch
 
-from prefold.distributed.shm import Channel, Exchange, Waiter
+from prefold.distributed import shm
+from prefold.distributed.errors import CollectiveError
+from prefold.distributed.shm import Box, Channel, Stream, Waiter
 
 PIECE_BYTES = 4 << 20
 """Large tensors move in pieces of this size. Smaller ones were slower: each costs a hand-over."""
@@ -37,27 +39,97 @@ class ShmGather:
         self._channel.release(self._sequence)
 
 
+class ShmExchange:
+    """An all-to-all in flight. Each sender's rows lie in its slot, sorted by receiver: a receiver finds its
+    own by the sender's counts. Rows of a rank to itself stay where they are."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        rank: int,
+        sequence: int,
+        own: torch.Tensor,
+        receive_counts: Sequence[int] | None,
+    ) -> None:
+        self._channel = channel
+        self._rank = rank
+        self._sequence = sequence
+        self._own = own
+        self._receive_counts = receive_counts
+
+    def wait(self) -> list[torch.Tensor]:
+        self._channel.wait(self._sequence)
+        return [
+            self._own if source == self._rank else self._received(source)
+            for source in range(self._channel.size)
+        ]
+
+    def _received(self, source: int) -> torch.Tensor:
+        counts = self._channel.counts(source, self._sequence)
+        start, count = sum(counts[: self._rank]), counts[self._rank]
+        expected = self._receive_counts
+        if expected is not None and expected[source] != count:
+            raise CollectiveError(
+                f"rank {source} of the group sent {count} rows where {expected[source]} were expected"
+            )
+        width, dtype = self._own.shape[1], self._own.dtype
+        if not count:
+            return self._own.new_empty(0, width)
+        flat = self._channel.read(source, self._sequence, (start + count) * width, dtype)
+        return flat[start * width :].view(count, width)
+
+    def release(self) -> None:
+        self._channel.release(self._sequence)
+
+
 class ShmCollectives:
     """See `group.Collectives`.
 
-    Started gathers have a channel of their own: whatever their number, they never hold the slots that
-    other ops need. Their result is read in place and must fit into a slot, so their slots
-    grow when needed, on all ranks together. The other ops move large tensors in pieces.
+    Started gathers and exchanges have a channel each: whatever their number, they never hold the slots
+    that other ops need. Their result is read in place, so it is one message. The other ops move
+    large tensors in pieces.
 
     Args:
-        slot_bytes: first size of the slots for started gathers.
+        rank: in the group.
+        headers: one per rank of the group, [header_words] int64 each.
+        pids: one per rank of the group.
+        piece_bytes: see above; PIECE_BYTES measured best.
     """
 
-    def __init__(self, rank: int, size: int, slot_bytes: int, waiter: Waiter, exchange: Exchange) -> None:
+    def __init__(
+        self,
+        rank: int,
+        headers: Sequence[memoryview],
+        pids: Sequence[int],
+        waiter: Waiter,
+        piece_bytes: int = PIECE_BYTES,
+    ) -> None:
         self._rank = rank
-        self._size = size
-        self._waiter = waiter
-        self._exchange = exchange
-        self._channel = Channel(rank, size, min(slot_bytes, PIECE_BYTES), waiter, exchange)
-        self._gathers = Channel(rank, size, slot_bytes, waiter, exchange)
+        self._size = len(pids)
+        self._piece_bytes = piece_bytes
+        words = shm.header_words(self._size)
+
+        def box(owner: int, index: int) -> Box:
+            return Box(headers[owner][index * words : (index + 1) * words], pids[owner])
+
+        self._channel, self._gathers, self._exchanges = (
+            Channel(rank, [box(owner, index) for owner in range(self._size)], waiter) for index in range(3)
+        )
+        self._outgoing: dict[int, Stream] = {}
+        self._incoming: dict[int, Stream] = {}
+        # Box i of a rank serves the pair with rank i: what it sends to i, and how far it has read from i.
+        for peer in range(self._size):
+            own, other = box(rank, 3 + peer), box(peer, 3 + rank)
+            self._outgoing[peer] = Stream(rank, peer, own, other, waiter)
+            self._incoming[peer] = Stream(peer, rank, other, own, waiter)
         with torch.inference_mode(False):
             self._sum = torch.empty(SUM_BLOCK, dtype=torch.float32)
             self._term = torch.empty(SUM_BLOCK, dtype=torch.float32)
+
+    @staticmethod
+    def header_words(size: int) -> int:
+        """int64 of shared memory per rank that a group of `size` ranks starts with."""
+        return (3 + size) * shm.header_words(size)
 
     def all_reduce(self, x: torch.Tensor) -> None:
         # With two ranks a sliced sum reads as much as a whole one and waits once more.
@@ -92,18 +164,32 @@ class ShmCollectives:
         self._channel.release(sequence)
 
     def start_all_gather(self, x: torch.Tensor) -> ShmGather:
-        if x.nbytes > self._gathers.slot_bytes:
-            # Nobody may be missing when memory is exchanged. Gathers still in flight keep the old channel.
-            self.barrier()
-            slot_bytes = max(2 * self._gathers.slot_bytes, 1 << (x.nbytes - 1).bit_length())
-            self._gathers = Channel(self._rank, self._size, slot_bytes, self._waiter, self._exchange)
         sequence = self._gathers.put(x)
         return ShmGather(self._gathers, self._size, sequence, x.numel(), x.dtype)
+
+    def start_all_to_all(
+        self, x: torch.Tensor, send_counts: Sequence[int], capacity: int, receive_counts: Sequence[int] | None
+    ) -> ShmExchange:
+        """Slots hold `capacity` rows from the start: their growth does not depend on this rank's rows."""
+        before = sum(send_counts[: self._rank])
+        after = before + send_counts[self._rank]
+        width = x.shape[1]
+        rows = self._exchanges.claim(capacity * width * x.element_size(), x.numel(), x.dtype).view(x.shape)
+        rows[:before].copy_(x[:before])
+        rows[after:].copy_(x[after:])
+        sequence = self._exchanges.publish(send_counts)
+        return ShmExchange(self._exchanges, self._rank, sequence, x[before:after], receive_counts)
+
+    def send(self, x: torch.Tensor, dst: int) -> None:
+        self._outgoing[dst].put(x)
+
+    def recv(self, out: torch.Tensor, src: int) -> None:
+        self._incoming[src].take(out)
 
     def _pieces(self, x: torch.Tensor) -> Iterator[slice]:
         """Ranges of the last dim of `x` that fit into a slot."""
         length = x.shape[-1]
-        step = self._channel.slot_bytes // (x.nbytes // length)
+        step = self._piece_bytes // (x.nbytes // length)
         return (slice(i, min(i + step, length)) for i in range(0, length, step))
 
     def _swaps(self, x: torch.Tensor) -> Iterator[tuple[slice, list[torch.Tensor]]]:

@@ -3,31 +3,37 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from itertools import accumulate, pairwise
 
 import torch
 import torch.distributed as dist
 
-from prefold.distributed.errors import CollectiveError, RanksMissing
+from prefold.distributed.errors import RanksMissing
 
 Store = dist.Store  # pyright: ignore[reportPrivateImportUsage]
 
 GRACE_S = 1.0
 """After a failure, how long ranks wait for each other's note that they were there."""
 
+NUM_SENDS = 2
+"""Messages to a rank that may be unread before a send waits."""
 
-class TorchGather:
-    """An all-gather in flight into a buffer of its own."""
 
-    def __init__(self, finish: Callable[[], None], out: torch.Tensor, give_back: Callable[[], None]) -> None:
+class TorchPending:
+    """A gather or an exchange in flight into a buffer of its own. `parts` are views of it."""
+
+    def __init__(
+        self, finish: Callable[[], None], parts: list[torch.Tensor], give_back: Callable[[], None]
+    ) -> None:
         self._finish = finish
-        self._out = out
+        self._parts = parts
         self._give_back = give_back
 
     def wait(self) -> list[torch.Tensor]:
         self._finish()
-        return list(self._out.unbind(0))
+        return self._parts
 
     def release(self) -> None:
         self._give_back()
@@ -36,32 +42,39 @@ class TorchGather:
 class TorchCollectives:
     """See `group.Collectives`. Sums run in float32, in the order that the library chooses.
 
+    A process group sorts its ranks, and groups of the same ranks share one: `ranks` may have another order.
+
     With NCCL, calls return when the work is queued on the current stream, and its watchdog, not this
     class, ends ranks that hang. With gloo a time-out or a lost peer raises here.
 
     Args:
+        name: of the group.
         ranks: world ranks of the group.
         rank: in the group.
-        pg: process group over `ranks`, made with the same time-out.
+        pg: process group over `ranks`.
         store: the rendezvous store, to find out who is missing after a failure.
     """
 
     def __init__(
         self,
+        name: str,
         ranks: list[int],
         rank: int,
         pg: dist.ProcessGroup,
         timeout_s: float,
         store: Store | None,
     ) -> None:
+        self._name = name
         self._ranks = ranks
         self._rank = rank
         self._pg = pg
         self._timeout_s = timeout_s
         self._store = store
+        self._places = [ranks.index(member) for member in sorted(ranks)]
         self._calls = 0
         self._scratch: dict[tuple[str, torch.dtype], torch.Tensor] = {}
         self._free_buffers: list[torch.Tensor] = []
+        self._sends: dict[int, list[tuple[dist.Work, torch.Tensor]]] = {}
 
     def all_reduce(self, x: torch.Tensor) -> None:
         total = self._in_float32(x)
@@ -70,14 +83,15 @@ class TorchCollectives:
             x.copy_(total)
 
     def all_gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        self._finish(dist.all_gather_into_tensor(out.view(-1), x, group=self._pg, async_op=True))
+        rows = [out[place] for place in self._places]
+        self._finish(dist.all_gather(rows, x, group=self._pg, async_op=True))
 
     def reduce_scatter(self, x: torch.Tensor, out: torch.Tensor) -> None:
         terms = self._in_float32(x)
         if x.is_cuda:
             total = self._buffer("reduce_scatter", out.numel(), terms)
-            work = dist.reduce_scatter_tensor(total, terms.view(-1), group=self._pg, async_op=True)
-            self._finish(work)
+            rows = [terms[place] for place in self._places]
+            self._finish(dist.reduce_scatter(total, rows, group=self._pg, async_op=True))
             out.copy_(total)
             return
         # gloo's own reduce-scatter is slower than its all-reduce.
@@ -91,19 +105,76 @@ class TorchCollectives:
     def barrier(self) -> None:
         self._finish(dist.barrier(group=self._pg, async_op=True))
 
-    def start_all_gather(self, x: torch.Tensor) -> TorchGather:
-        numel = len(self._ranks) * x.numel() * x.element_size()
-        buffer = self._free_buffers.pop() if self._free_buffers else None
-        if buffer is None or buffer.numel() < numel:
-            with torch.inference_mode(False):
-                buffer = torch.empty(numel, dtype=torch.uint8, device=x.device)
-        out = buffer[:numel].view(x.dtype)
+    def start_all_gather(self, x: torch.Tensor) -> TorchPending:
+        out, give_back = self._take_buffer(len(self._ranks) * x.numel(), x)
         work = dist.all_gather_into_tensor(out, x, group=self._pg, async_op=True)
-        return TorchGather(
-            lambda: self._finish(work),
-            out.view(len(self._ranks), -1),
-            lambda: self._free_buffers.append(buffer),
+        parts = self._in_order(out.view(len(self._ranks), -1).unbind(0))
+        return TorchPending(self._later(work), parts, give_back)
+
+    def start_all_to_all(
+        self, x: torch.Tensor, send_counts: Sequence[int], capacity: int, receive_counts: Sequence[int] | None
+    ) -> TorchPending:
+        """If counts travel, this waits for the other ranks to start; the rows then travel meanwhile.
+        Rows of a rank to itself stay where they are."""
+        if receive_counts is None:
+            receive_counts = self._swap_counts(send_counts)
+        segments = [x[start:stop] for start, stop in pairwise(accumulate(send_counts, initial=0))]
+        own = segments[self._rank]
+        segments[self._rank] = x[:0]
+        width = x.shape[1]
+        # Without the own rows, in the order of the process group.
+        outgoing, give_back_outgoing = self._take_buffer((len(x) - len(own)) * width, x)
+        torch.cat([segments[place] for place in self._places], out=outgoing.view(-1, width))
+        send = [len(segments[place]) for place in self._places]
+        receive = [0 if place == self._rank else receive_counts[place] for place in self._places]
+        incoming, give_back_incoming = self._take_buffer(sum(receive) * width, x)
+        rows = incoming.view(-1, width)
+        work = dist.all_to_all_single(
+            rows, outgoing.view(-1, width), receive, send, group=self._pg, async_op=True
         )
+        parts = self._in_order(rows.split(receive))
+        parts[self._rank] = own
+
+        def give_back() -> None:
+            give_back_outgoing()
+            give_back_incoming()
+
+        return TorchPending(self._later(work), parts, give_back)
+
+    def send(self, x: torch.Tensor, dst: int) -> None:
+        """The library reads a message when the receiver asks for it, so it gets a copy."""
+        sends = self._sends.setdefault(dst, [])
+        buffer = None
+        if len(sends) == NUM_SENDS:
+            work, buffer = sends.pop(0)
+            self._finish_message(work, dst)
+        if buffer is None or buffer.numel() < x.nbytes:
+            with torch.inference_mode(False):
+                buffer = torch.empty(x.nbytes, dtype=torch.uint8, device=x.device)
+        copy = buffer[: x.nbytes].view(x.dtype).copy_(x)
+        work = dist.isend(copy, self._ranks[dst], group=self._pg)
+        assert work is not None
+        sends.append((work, buffer))
+
+    def recv(self, out: torch.Tensor, src: int) -> None:
+        work = dist.irecv(out, self._ranks[src], group=self._pg)
+        assert work is not None
+        self._finish_message(work, src)
+
+    def _swap_counts(self, send_counts: Sequence[int]) -> list[int]:
+        """How many rows each rank of the group sends to this one."""
+        device = "cuda" if dist.get_backend(self._pg) == "nccl" else "cpu"
+        sent = torch.tensor([send_counts[place] for place in self._places], device=device)
+        received = torch.empty_like(sent)
+        self._finish(dist.all_to_all_single(received, sent, group=self._pg, async_op=True))
+        return self._in_order(received.tolist())
+
+    def _in_order(self, of_sorted: Sequence) -> list:
+        """From the order of the process group to that of this group."""
+        items = list(of_sorted)
+        for place, item in zip(self._places, of_sorted, strict=True):
+            items[place] = item
+        return items
 
     def _in_float32(self, x: torch.Tensor) -> torch.Tensor:
         """`x`, or a float32 copy if summing in its dtype would round at every step."""
@@ -122,24 +193,44 @@ class TorchCollectives:
             self._scratch[(name, dtype)] = flat
         return flat[:numel]
 
+    def _take_buffer(self, numel: int, like: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
+        """([numel] of a buffer that nobody uses, what to call when it is free again)."""
+        num_bytes = numel * like.element_size()
+        buffer = self._free_buffers.pop() if self._free_buffers else None
+        if buffer is None or buffer.numel() < num_bytes:
+            with torch.inference_mode(False):
+                buffer = torch.empty(num_bytes, dtype=torch.uint8, device=like.device)
+        taken = buffer
+        return taken[:num_bytes].view(like.dtype), lambda: self._free_buffers.append(taken)
+
+    def _later(self, work: dist.Work | None) -> Callable[[], None]:
+        return lambda: self._finish(work)
+
     def _finish(self, work: dist.Work | None) -> None:
-        """Wait for `work`; RanksMissing after the time-out, CollectiveError if the library gives up."""
+        """Wait for `work`; RanksMissing after the time-out, or as soon as the library gives up."""
         assert work is not None
         self._calls += 1
         start = time.monotonic()
         try:
             work.wait(timedelta(seconds=self._timeout_s))
         except RuntimeError as error:
-            missing = self._who_is_missing()
-            if time.monotonic() - start >= self._timeout_s:
-                raise RanksMissing(missing) from error
-            raise CollectiveError(f"{error} (missing ranks of the group: {missing})") from error
+            reason = None if time.monotonic() - start >= self._timeout_s else str(error)
+            raise RanksMissing(self._who_is_missing(), reason) from error
+
+    def _finish_message(self, work: dist.Work, peer: int) -> None:
+        """The same for a message to or from `peer`."""
+        start = time.monotonic()
+        try:
+            work.wait(timedelta(seconds=self._timeout_s))
+        except RuntimeError as error:
+            reason = None if time.monotonic() - start >= self._timeout_s else str(error)
+            raise RanksMissing([peer], reason) from error
 
     def _who_is_missing(self) -> list[int]:
         """Ranks that leave no note that they reached this call. Those that waited fail about now too."""
         if self._store is None:
             return []
-        keys = [f"{self._ranks}/{self._calls}/{rank}" for rank in range(len(self._ranks))]
+        keys = [f"{self._name}/{self._ranks}/{self._calls}/{rank}" for rank in range(len(self._ranks))]
         self._store.set(keys[self._rank], "here")
         time.sleep(min(GRACE_S, self._timeout_s))
         return [rank for rank, key in enumerate(keys) if not self._store.check([key])]

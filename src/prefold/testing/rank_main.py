@@ -14,7 +14,8 @@ from types import ModuleType
 
 import torch
 
-from prefold.distributed.group import SLOT_BYTES, init_distributed, make_groups, shutdown_distributed
+from prefold.distributed.group import init_distributed, make_groups, shutdown_distributed
+from prefold.distributed.shm_collectives import PIECE_BYTES
 from prefold.testing.run_ranks import RankContext, RankError, RankJob
 
 PR_SET_PDEATHSIG = 1
@@ -39,14 +40,15 @@ def _run(job: RankJob, rendezvous: Path) -> object:
     module = _load(job.module_name, job.module_file)
     name, args = pickle.loads(job.call)
     world_size = job.mesh.world_size
-    store = init_distributed(job.rank, world_size, rendezvous, timeout_s=job.collective_timeout_s)
+    store = init_distributed(job.rank, world_size, f"file://{rendezvous}", timeout_s=job.collective_timeout_s)
     groups = make_groups(
         job.mesh,
         job.rank,
         job.transport,
         job.collective_timeout_s,
         store,
-        job.slot_bytes or SLOT_BYTES,
+        job.piece_bytes or PIECE_BYTES,
+        job.nnodes,
     )
     try:
         return getattr(module, name)(RankContext(job.rank, world_size, job.mesh, groups, store), *args)

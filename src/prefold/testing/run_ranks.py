@@ -24,7 +24,7 @@ OUTPUT_TAIL = 4000
 
 @dataclass(frozen=True)
 class RankContext:
-    """What a rank is given. `groups` has "tp" and "pcp"; `store` lets it make more with `make_groups`."""
+    """What a rank is given. `groups`, by name, is what `make_groups` made; with `store` it can make more."""
 
     rank: int
     world_size: int
@@ -45,7 +45,8 @@ class RankJob:
     mesh: Mesh
     transport: str
     collective_timeout_s: float
-    slot_bytes: int | None
+    piece_bytes: int | None
+    nnodes: int
     module_name: str
     module_file: str
     sys_path: list[str]
@@ -57,12 +58,14 @@ def run_ranks(
     world_size: int,
     *args: Any,
     tp: int = 1,
+    mesh: Mesh | None = None,
     transport: str = "shm",
     timeout_s: float = 120.0,
     collective_timeout_s: float | None = None,
-    slot_bytes: int | None = None,
+    piece_bytes: int | None = None,
+    nnodes: int = 1,
 ) -> list[Any]:
-    """Run `fn(ctx, *args)` on `world_size` ranks of the mesh PCP x TP; return their results in rank order.
+    """Run `fn(ctx, *args)` on `world_size` ranks of a mesh; return their results in rank order.
 
     Each rank is a fresh Python process with one torch thread; `ctx` is a `RankContext` whose
     groups are connected. `fn` must be a function at the top level of a module (also of a test file
@@ -74,14 +77,18 @@ def run_ranks(
     when this returns, and ranks end with this process, however it ends.
 
     Args:
-        tp: ranks per TP group; PCP is `world_size / tp`.
+        tp: ranks per TP group; the others are PCP.
+        mesh: instead of `tp`, any mesh of `world_size` ranks.
         transport: "shm" or "gloo".
         timeout_s: for all of it, start of the processes included.
         collective_timeout_s: for each collective; default `timeout_s`.
-        slot_bytes: see `Group`.
+        piece_bytes, nnodes: see `make_groups`; the nodes are all this one.
     """
     if world_size % tp:
         raise ValueError(f"world_size={world_size} is not a multiple of tp={tp}")
+    mesh = mesh or Mesh(tp=tp, pcp=world_size // tp)
+    if mesh.world_size != world_size:
+        raise ValueError(f"world_size={world_size}, but {mesh} has {mesh.world_size} ranks")
     module = sys.modules[fn.__module__]
     if "." in fn.__qualname__ or not getattr(module, "__file__", None):
         raise ValueError(f"{fn.__qualname__} must be a function at the top level of a module with a file")
@@ -91,10 +98,11 @@ def run_ranks(
         for rank in range(world_size):
             job = RankJob(
                 rank=rank,
-                mesh=Mesh(tp=tp, pcp=world_size // tp),
+                mesh=mesh,
                 transport=transport,
                 collective_timeout_s=collective_timeout_s or timeout_s,
-                slot_bytes=slot_bytes,
+                piece_bytes=piece_bytes,
+                nnodes=nnodes,
                 module_name=module.__name__,
                 module_file=str(Path(str(module.__file__)).resolve()),
                 sys_path=sys.path,

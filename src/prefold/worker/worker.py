@@ -40,21 +40,21 @@ class Worker:
         return self.runner.execute(step)
 
 
-def start_worker(config: EngineConfig, rank: int, init_file: str | None) -> Worker:
+def start_worker(config: EngineConfig, rank: int, rendezvous: str | None) -> Worker:
     """Meet the other ranks and load the model. All ranks call this; a world of 1 meets nobody.
 
     Args:
         config: resolved configuration, equal on all ranks.
         rank: global rank.
-        init_file: where the ranks meet: a path that does not exist yet.
+        rendezvous: where the ranks meet; see init_distributed.
     """
     parallel, runtime = config.parallel, config.runtime
-    mesh = Mesh(tp=parallel.tensor_parallel_size, pcp=parallel.prefill_context_parallel_size)
+    mesh = Mesh.of(parallel)
     backend = "nccl" if runtime.device == "cuda" else "gloo"
     timeout_s = runtime.collective_timeout_s
-    store = init_distributed(rank, mesh.world_size, init_file or "", backend, timeout_s)
+    store = init_distributed(rank, mesh.world_size, rendezvous or "", backend, timeout_s)
     transport = "gloo" if runtime.device == "cuda" else runtime.transport
-    groups = make_groups(mesh, rank, transport, timeout_s, store)
+    groups = make_groups(mesh, rank, transport, timeout_s, store, nnodes=parallel.nnodes)
     if runtime.device == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
     return Worker(config, groups, rank)
