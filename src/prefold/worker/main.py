@@ -132,10 +132,7 @@ def _serve(link: EngineLink) -> NoReturn:
         pin_to_cores(rank % local_size, local_size, config.runtime.threads_per_rank)
     from prefold.worker.worker import start_worker
 
-    rendezvous = setup.rendezvous
-    if "init_file" in start_worker.__annotations__:
-        rendezvous = rendezvous.removeprefix("file://")
-    worker = start_worker(config, rank, rendezvous)
+    worker = start_worker(config, rank, setup.rendezvous)
     link.send(READY, encode(worker.info()))
     while True:
         step: SchedulerOutput = decode(link.inbox.get(), SchedulerOutput)
