@@ -30,13 +30,9 @@ class KVSpec:
         return self.bytes_per_token * self.block_size
 
     def num_blocks_in(self, num_bytes: int) -> int:
-        """Whole blocks that fit into `num_bytes`."""
-        return num_bytes // self.bytes_per_block
+        """Whole blocks that fit into `num_bytes`.
 
-    def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that `num_tokens` tokens occupy.
-
-        >>> KVSpec(2, 8, 4, block_size=16).blocks_for(17)
-        2
+        >>> KVSpec(2, 8, 4, block_size=16).num_blocks_in(5000)
+        4
         """
-        return -(-num_tokens // self.block_size)
+        return num_bytes // self.bytes_per_block

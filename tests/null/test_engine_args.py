@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from prefold.config import EngineConfig
 from prefold.engine import args as args_module
 from prefold.engine.args import EngineArgs
+from prefold.engine.engine import LLMEngine
 
 BYTES_PER_TOKEN = (16 + 4) * 4
 """And layer."""
@@ -148,3 +150,40 @@ def test_every_axis_reaches_the_configuration(base: EngineArgs):
 def test_what_cannot_be(base: EngineArgs, options: dict[str, object], message: str):
     with pytest.raises(ValueError, match=message):
         replace(base, **options).resolve()
+
+
+def test_the_log_says_what_runs_and_how_much_fits(base: EngineArgs, caplog: pytest.LogCaptureFixture):
+    options = replace(
+        base,
+        tensor_parallel_size=2,
+        prefill_context_parallel_size=2,
+        decode_context_parallel_size=4,
+        pipeline_parallel_size=3,
+        data_parallel_size=2,
+        enable_expert_parallel=True,
+        threads_per_rank=1,
+    )
+    with caplog.at_level(logging.INFO, "prefold"):
+        LLMEngine(options.resolve(), executor=NoExecutor())
+    text = caplog.text
+    assert "24 rank(s) = DP 2 x PP 3 x PCP 2 x TP 2, DCP 4, EP on" in text
+    assert "KV cache of a rank: 10 blocks of 4 tokens = 40 tokens" in text
+    assert "160 tokens in each of 2 replica(s)" in text
+    assert "4 tokens on each of 4 DCP rank(s) = 16 tokens" in text
+
+
+class NoExecutor:
+    """Of an engine that takes no step."""
+
+    def submit(self, replica: int, step: object) -> None:
+        raise AssertionError
+
+    def receive(self) -> tuple[int, object]:
+        raise AssertionError
+
+    def execute(self, step: object) -> object:
+        raise AssertionError
+
+    def check_health(self) -> None: ...
+
+    def shutdown(self) -> None: ...

@@ -21,6 +21,7 @@ from prefold.distributed.layouts import (
     legal_layouts,
     legal_tensor_parallel_sizes,
 )
+from prefold.traffic import experts_of
 
 MOE = MoEConfig(10, 2, 6, 2, 1, 1, "sigmoid", "noaux_tc", True, 1.0)
 MODEL = ModelConfig(
@@ -201,6 +202,17 @@ def test_what_a_rank_holds_by_hand():
         1,
     )
     assert describe_layout(MODEL, ParallelConfig(1, 2, 1, 1, 2, True)).experts_per_rank == (2, 3)
+
+
+def test_experts_of_a_layout_are_those_that_ranks_get():
+    for world in range(1, 17):
+        for layout in legal_layouts(MODEL, world):
+            parallel = layout.parallel
+            spread = (
+                parallel.data_parallel_size * parallel.plane_size if parallel.enable_expert_parallel else 1
+            )
+            held = [len(experts_of(place, 10, spread)) for place in range(spread)]
+            assert layout.experts_per_rank == (min(held), max(held))
 
 
 def test_weights_by_hand():
