@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from prefold.engine.llm import LLM
+    from prefold.engine.node import run_node
     from prefold.request import CompletionOutput, RequestOutput, SamplingParams
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "run_node"]
 __version__ = "0.1.0"
 
 _HOME = {
@@ -22,6 +23,7 @@ _HOME = {
     "CompletionOutput": "prefold.request",
     "RequestOutput": "prefold.request",
     "SamplingParams": "prefold.request",
+    "run_node": "prefold.engine.node",
 }
 
 

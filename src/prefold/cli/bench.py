@@ -8,12 +8,13 @@ import sys
 from collections.abc import Callable
 from contextlib import contextmanager
 from ctypes.util import find_library
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 from tyro.conf import Positional, UseAppendAction, arg, subcommand
 
+from prefold.cli.nodes import join_torchrun, run_as_node, runs_engine
 from prefold.cli.options import TYRO_CONFIG, EngineOptions, Flag, number
 from prefold.config import ParallelConfig
 from prefold.distributed.layouts import layout_options
@@ -27,17 +28,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LatencyArgs:
-    """Measure time to first token (TTFT) and time per output token (TPOT) of one prompt at a time.
+    """Measure time to first token (TTFT) and time per output token (TPOT) of one prompt, or of a batch.
 
-    The prompt is random token ids, the prefix cache is off. After the warm-up each repeat runs every layout
-    once, in rotating order, so that they meet the same machine. Shown are medians and extremes, FLOP/s of the
-    prefill (counted from the model's dimensions) against matrix multiplication measured in the same run with
-    as many processes and threads, and what a rank sends.
+    Prompts are random token ids; the prefix cache is off unless --cached-prefix-len is given. After the
+    warm-up each repeat runs every layout once, in rotating order, so that they meet the same machine. Shown are
+    medians and extremes, FLOP/s of the prefill (counted from the model's dimensions) against matrix
+    multiplication measured in the same run with as many processes and threads, and what a rank sends.
 
     Attributes:
         model: Folder of a Hugging Face checkpoint with Multi-head Latent Attention.
-        input_len: Tokens in the prompt.
+        input_len: Tokens in a prompt (after the cached prefix).
         output_len: Tokens to generate, the first included.
+        cached_prefix_len: Tokens that a prompt begins with and that are in the prefix cache when it arrives:
+            the time to first token is that of the tokens after them.
+        batch_size: Prompts at once. The first ones to be prefilled decode on until the last has its tokens,
+            and time per output token and tokens/s are taken while all of them decode.
         warmup: Runs before the measured ones.
         repeats: Measured runs.
         compare: One layout, such as "-pcp 2" or "-tp 1 --threads-per-rank 1": any engine options, which go on
@@ -50,6 +55,8 @@ class LatencyArgs:
     model: Annotated[Positional[str], arg(metavar="MODEL")]
     input_len: Annotated[int, number()]
     output_len: Annotated[int, number()] = 32
+    cached_prefix_len: Annotated[int, number()] = 0
+    batch_size: Annotated[int, number()] = 1
     warmup: Annotated[int, number()] = 1
     repeats: Annotated[int, number()] = 5
     compare: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="OPTIONS")] = ()
@@ -73,6 +80,11 @@ def run(args: BenchArgs) -> int:
 
 
 def run_latency(args: LatencyArgs) -> int:
+    args = replace(args, engine=join_torchrun(args.engine))
+    if args.engine.nnodes * args.engine.nproc_per_node > 1 and (args.compare or args.peer):
+        raise ValueError("--compare and --peer run several engines by turns, which takes a single node")
+    if not runs_engine(args.engine):
+        return run_as_node(_engine_row(args, describe(args.engine)).setup)
     model = load_model_config(args.model, dtype=args.engine.dtype)
     layouts = args.compare or (describe(args.engine),)
     rows = [_engine_row(args, layout) for layout in layouts]
@@ -83,7 +95,15 @@ def run_latency(args: LatencyArgs) -> int:
     from prefold.benchmark.side import SideError
 
     plan = LatencyPlan(
-        model, rows, args.input_len, args.output_len, args.warmup, args.repeats, args.engine.seed
+        model,
+        rows,
+        args.input_len,
+        args.output_len,
+        args.warmup,
+        args.repeats,
+        args.engine.seed,
+        args.cached_prefix_len,
+        args.batch_size,
     )
     try:
         with _notes() as note:
@@ -124,11 +144,21 @@ def _engine_row(args: LatencyArgs, layout: str) -> RowSpec:
     options = parse_layout(layout, args.engine) if args.compare else args.engine
     setup = options.for_llm(
         model=args.model,
-        max_model_len=options.max_model_len or args.input_len + args.output_len,
-        max_num_seqs=1,  # one prompt at a time: no memory for more
-        enable_prefix_caching=False,
+        max_model_len=options.max_model_len or _longest(args, options.max_num_batched_tokens),
+        max_num_seqs=max(1, args.batch_size),  # no memory for more
+        enable_prefix_caching=args.cached_prefix_len > 0,
     )
     return RowSpec(layout, "prefold.benchmark.engine_side", setup)
+
+
+def _longest(args: LatencyArgs, max_num_batched_tokens: int | None) -> int:
+    """Prompt and output, and what the first prompts of a batch generate while the last are prefilled."""
+    tokens = args.cached_prefix_len + args.input_len + args.output_len
+    if args.batch_size <= 1:
+        return tokens
+    budget = max(1, (max_num_batched_tokens or 2048) - args.batch_size)
+    steps = args.batch_size * -(-args.input_len // budget)
+    return tokens + 2 * steps + args.batch_size
 
 
 def _peer_row(args: LatencyArgs) -> RowSpec:

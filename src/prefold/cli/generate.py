@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
+from prefold.cli.nodes import join_torchrun, run_as_node, runs_engine
 from prefold.cli.options import EngineOptions, Flag, SamplingOptions, text
 from prefold.cli.progress import make_progress
 from prefold.cli.run import RunResult, run_requests
@@ -65,7 +66,10 @@ def run(args: GenerateArgs) -> int:
         raise ValueError("--logprobs and --prompt-logprobs are shown by --json only")
     if args.stream and (params.n > 1 or (not isinstance(prompt, str) and len(prompt) > 1)):
         raise ValueError("--stream shows one text: it takes one prompt and --n 1")
-    options = args.engine.for_llm()
+    engine_options = join_torchrun(args.engine)
+    options = engine_options.for_llm()
+    if not runs_engine(engine_options):
+        return run_as_node({"model": args.model, **options})
     if not isinstance(prompt, str):
         # Without tokenizer files the ids still work; the text is empty then.
         options["skip_tokenizer_init"] = not any((folder / name).is_file() for name in TOKENIZER_FILES)

@@ -49,6 +49,12 @@ class EngineOptions:
         pipeline_parallel_size: Stages that split the layers (PP).
         data_parallel_size: Replicas that split the requests (DP). The engine runs DP x PP x PCP x TP ranks;
             two or more are processes of their own.
+        nnodes: Machines that share the ranks. Run the same command on each, with its own --node-rank.
+        node_rank: Which machine this is. Machine 0 prints the output.
+        master_addr: Address of machine 0.
+        master_port: A free port there.
+        nproc_per_node: Not for users: torchrun's processes on a machine.
+        local_rank: Not for users: which of them this is.
         threads_per_rank: CPU threads of a rank.
         dtype: Of weights and KV cache. auto is the checkpoint's own.
         compute_dtype: Of activations and matrix multiplications. auto is the dtype above, or float32 where
@@ -83,6 +89,12 @@ class EngineOptions:
     enable_expert_parallel: Annotated[bool, arg(aliases=["-ep"], help_behavior_hint="")] = False
     pipeline_parallel_size: Annotated[int, arg(aliases=["-pp"], metavar="N")] = 1
     data_parallel_size: Annotated[int, arg(aliases=["-dp"], metavar="N")] = 1
+    nnodes: Annotated[int, number()] = 1
+    node_rank: Annotated[int, number()] = 0
+    master_addr: Annotated[str | None, text("HOST")] = None
+    master_port: Annotated[int, number()] = 29501
+    nproc_per_node: Annotated[int, tyro.conf.Suppress] = 1
+    local_rank: Annotated[int, tyro.conf.Suppress] = 0
     threads_per_rank: Annotated[int | None, number(default="cores / ranks")] = None
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from prefold.checkpoint_files import check_checkpoint_files
 from prefold.config import (
     DTYPES,
     CacheConfig,
+    ClusterConfig,
     EngineConfig,
     ModelConfig,
     ParallelConfig,
@@ -55,6 +56,18 @@ class EngineArgs:
     """Stages that split the layers (PP)."""
     data_parallel_size: int = 1
     """Replicas that split the requests (DP). The engine runs DP x PP x PCP x TP ranks."""
+    nnodes: int = 1
+    """Machines, over which the ranks are spread evenly, in order."""
+    node_rank: int = 0
+    """Which of them this is. The engine runs on node 0; the others start ranks for it (see `run_node`)."""
+    master_addr: str | None = None
+    """Address of node 0, where the engine waits for the other nodes."""
+    master_port: int = 29501
+    """Port for the same."""
+    nproc_per_node: int = 1
+    """Processes on each node that start an equal part of its ranks: torchrun has one per rank."""
+    local_rank: int = 0
+    """Which of them this is."""
     dtype: str = "auto"
     """Of weights and KV cache: auto (the checkpoint's), float32 or bfloat16."""
     compute_dtype: str = "auto"
@@ -120,10 +133,27 @@ class EngineArgs:
             scheduler=SchedulerConfig(self.max_num_seqs, self._step_tokens(), max_model_len),
             runtime=self._runtime_config(model, parallel),
             seed=self.seed,
+            cluster=self._cluster_config(),
         )
+
+    @property
+    def process_index(self) -> int:
+        """Number of this process among all that start ranks; 0 runs the engine."""
+        return self.node_rank * self.nproc_per_node + self.local_rank
+
+    def _cluster_config(self) -> ClusterConfig:
+        processes = self.nnodes * self.nproc_per_node
+        if processes == 1:
+            return ClusterConfig()
+        assert self.master_addr is not None
+        options = asdict(self)
+        del options["node_rank"], options["local_rank"]
+        return ClusterConfig(processes, self.nproc_per_node, self.master_addr, self.master_port, options)
 
     def _check(self) -> None:
         at_least_one = (
+            "nnodes",
+            "nproc_per_node",
             "tensor_parallel_size",
             "prefill_context_parallel_size",
             "decode_context_parallel_size",
@@ -143,6 +173,13 @@ class EngineArgs:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
+        for name, size in (("node_rank", "nnodes"), ("local_rank", "nproc_per_node")):
+            if not 0 <= getattr(self, name) < getattr(self, size):
+                raise ValueError(f"{name}={getattr(self, name)} is outside [0, {size}={getattr(self, size)})")
+        if self.nnodes * self.nproc_per_node > 1 and self.master_addr is None:
+            raise ValueError(f"nnodes={self.nnodes} needs master_addr: an address of node 0")
+        if not 0 < self.master_port < 65536:
+            raise ValueError(f"master_port={self.master_port} is outside [1, 65535]")
         choices = {
             "dtype": ("auto", *DTYPES),
             "compute_dtype": ("auto", *DTYPES),
@@ -172,7 +209,8 @@ class EngineArgs:
             useful = self.max_num_seqs * -(-longest // virtual_block)
             num_bytes = self.kv_cache_memory_bytes
             if num_bytes is None:
-                share = int(available_memory() * DEFAULT_KV_CACHE_SHARE) // parallel.world_size
+                local_ranks = parallel.world_size // parallel.nnodes
+                share = int(available_memory() * DEFAULT_KV_CACHE_SHARE) // local_ranks
                 num_bytes = min(DEFAULT_KV_CACHE_BYTES, share)
             num_blocks = min(spec.num_blocks_in(num_bytes), useful)
             if num_blocks == 0:
@@ -211,11 +249,11 @@ class EngineArgs:
         return wanted
 
     def _runtime_config(self, model: ModelConfig, parallel: ParallelConfig) -> RuntimeConfig:
-        cores, world = available_cores(), parallel.world_size
-        threads = self.threads_per_rank or max(1, cores // world)
-        if self.device == "cpu" and world * threads > cores:
+        cores, local = available_cores(), parallel.world_size // parallel.nnodes
+        threads = self.threads_per_rank or max(1, cores // local)
+        if self.device == "cpu" and local * threads > cores:
             logger.warning(
-                "%d ranks x %d threads on %d cores: ranks will wait for each other", world, threads, cores
+                "%d ranks x %d threads on %d cores: ranks will wait for each other", local, threads, cores
             )
         compute_dtype = self.compute_dtype
         if compute_dtype == "auto":

@@ -5,3 +5,7 @@ from __future__ import annotations
 
 class EngineDeadError(RuntimeError):
     """A worker has failed; the engine cannot go on. The message says which, and how."""
+
+
+class EngineFailedElsewhere(EngineDeadError):
+    """The engine has failed in another process, which says so itself."""

@@ -41,7 +41,10 @@ class LLM:
         for name in options:
             if name not in known:
                 raise ValueError(f"LLM has no option {name!r}; it has {', '.join(sorted(known))}")
-        config = EngineArgs(model, **options).resolve()
+        args = EngineArgs(model, **options)
+        config = args.resolve()
+        if args.process_index > 0:
+            raise ValueError(f"LLM runs on node 0; on node {args.node_rank} call prefold.run_node")
         self.tokenizer = None
         if not skip_tokenizer_init:
             from prefold.tokenizer import load_tokenizer
