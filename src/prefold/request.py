@@ -136,6 +136,11 @@ class Request:
     shape: a prefill may have one token left. `num_prefill_tokens` is the prompt's length, and
     after a preemption also covers the tokens generated before it. `seed` is the sample's resolved
     seed; the workers hold the first `num_sent_tokens` tokens.
+
+    While steps are in flight `num_computed_tokens` counts their tokens as computed; `last_step_id` is
+    the latest step that holds the request (-1: none yet). `num_cached_tokens` is what was found in the
+    prefix cache: at admission, and before that what would have been found on arrival. `block_hashes`
+    are those of its first full blocks, as far as somebody asked; they outlive a preemption.
     """
 
     def __init__(
@@ -162,6 +167,8 @@ class Request:
         self.num_cached_tokens = 0
         self.num_sent_tokens = 0
         self.num_preemptions = 0
+        self.last_step_id = -1
+        self.block_hashes: list[bytes] = []
         self.all_token_ids: list[int] = list(prompt_token_ids)
 
     @property

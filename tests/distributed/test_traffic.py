@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 
 import numpy as np
@@ -22,11 +23,16 @@ class Recorder:
     def __init__(self, llm: LLM) -> None:
         self._executor = llm.engine._executor
         self.steps: list[tuple[SchedulerOutput, ModelRunnerOutput]] = []
+        self._submitted: deque[SchedulerOutput] = deque()
 
-    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        output = self._executor.execute(step)
-        self.steps.append((step, output))
-        return output
+    def submit(self, replica: int, step: SchedulerOutput) -> None:
+        self._executor.submit(replica, step)
+        self._submitted.append(step)
+
+    def receive(self) -> tuple[int, ModelRunnerOutput]:
+        replica, output = self._executor.receive()
+        self.steps.append((self._submitted.popleft(), output))
+        return replica, output
 
     def shutdown(self) -> None:
         self._executor.shutdown()

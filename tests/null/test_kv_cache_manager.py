@@ -27,7 +27,7 @@ def cached_after(prompt: list[int], second: list[int], **params) -> int:
     kv = KVCacheManager(32, B, True)
     first = request(prompt)
     compute(kv, first)
-    kv.forget(first)
+    kv.free(first)
     again = request(second, **params)
     num_cached = kv.admit(again)
     assert num_cached is not None
@@ -113,10 +113,10 @@ def test_sharing_counts_blocks_once():
     assert kv.block_ids(a)[:3] == kv.block_ids(b)[:3]
     assert kv.usage == 1.0
     kv.check_integrity([a, b])
-    kv.forget(a)
+    kv.free(a)
     kv.check_integrity([b])
     assert kv.pool.num_free_blocks == 1
-    kv.forget(b)
+    kv.free(b)
     kv.check_integrity([])
     assert kv.usage == 0.0
 
@@ -129,7 +129,7 @@ def test_admission_is_all_or_nothing():
     assert kv.admit(big) is None
     assert kv.block_ids(big) == []
     kv.check_integrity([a, big])
-    kv.forget(a)
+    kv.free(a)
     assert kv.admit(big) == 0
 
 
@@ -139,7 +139,7 @@ def test_free_blocks_of_the_hit_itself_are_not_counted_as_room():
     a, other = request(list(range(2 * B)), "a"), request([7], "other")
     compute(kv, a)
     kv.admit(other)
-    kv.forget(a)
+    kv.free(a)
     assert kv.pool.num_free_blocks == 3
     b = request(list(range(4 * B)), "b")
     assert kv.admit(b) is None
@@ -166,10 +166,10 @@ def test_tail_is_evicted_before_the_head():
     kv = KVCacheManager(4, B, True)
     a = request(list(range(3 * B)), "a")
     compute(kv, a)
-    kv.forget(a)
+    kv.free(a)
     b = request([50] * (B + 1), "b")
     kv.admit(b)
-    kv.forget(b)
+    kv.free(b)
     assert len(kv.find_cached_prefix(request(list(range(4 * B)), "c"))) == 2
 
 
@@ -226,7 +226,7 @@ def test_distrusted_blocks_are_found_by_nobody():
     assert compute(kv, bad) == 2 * B
     kv.distrust(bad)
     kv.check_integrity([first, bad])
-    kv.forget(bad)
+    kv.free(bad)
     kv.check_integrity([first])
     again = request(list(range(3 * B)), "again")
     assert compute(kv, again) == 0

@@ -1,16 +1,18 @@
 """Random traffic against the scheduler, judged from the workers' side.
 
 FakeWorker keeps, in place of keys and values, the prefix of tokens that a slot stands for. A block that
-is reused wrongly, freed too early or filled twice then shows as a wrong prefix.
+is reused wrongly, freed too early or filled twice then shows as a wrong prefix. It runs a step as soon as
+that is scheduled, as the first stage of a pipeline does; the scheduler hears of it up to PP steps later.
 """
 
+from collections import deque
 from dataclasses import dataclass, field
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from prefold.config import CacheConfig, SchedulerConfig
+from prefold.config import CacheConfig, EngineConfig, ParallelConfig, RuntimeConfig, SchedulerConfig
 from prefold.engine.scheduler import Scheduler
 from prefold.request import Request, RequestStatus, SamplingParams
 from prefold.step import ModelRunnerOutput, SchedulerOutput, StepStats
@@ -61,6 +63,8 @@ class FakeWorker:
     epoch: int = 0
 
     def execute(self, out: SchedulerOutput) -> ModelRunnerOutput:
+        news = [*out.new_requests, *out.cached_requests, *out.finished_request_ids]
+        assert out.num_scheduled_tokens or not news, "an empty step may be left out"
         for request_id in out.finished_request_ids:
             del self.held[request_id]  # KeyError: told twice, or never held
         self._add(out)
@@ -129,26 +133,43 @@ class FakeWorker:
         return held.block_ids[position // self.block_size], position % self.block_size
 
 
+@dataclass
+class InFlight:
+    """A step that the worker has run and the scheduler has not heard of. `ends`: positions it computes to."""
+
+    out: SchedulerOutput
+    result: ModelRunnerOutput
+    ends: dict[Request, int]
+
+
 class SchedulerMachine(RuleBasedStateMachine):
-    """Arrivals, steps, aborts and preemptions in any order."""
+    """Arrivals, steps, failures, aborts and preemptions in any order."""
 
     @initialize(
         budget=st.sampled_from([1, 2, 7, 16, 33, 72]),
         pcp=st.sampled_from([1, 2, 3]),
+        stages=st.integers(1, 4),
         seqs=st.integers(1, 6),
         block_size=st.sampled_from([1, 2, 4]),
+        dcp=st.sampled_from([1, 1, 2, 3]),
         num_blocks=st.integers(4, 24),
         max_model_len=st.integers(6, 48),
         caching=st.sampled_from([True, True, False]),
     )
-    def start(self, budget, pcp, seqs, block_size, num_blocks, max_model_len, caching):
-        self.scheduler = Scheduler(
-            SchedulerConfig(seqs, budget, max_model_len), CacheConfig(block_size, num_blocks, caching), pcp
+    def start(self, budget, pcp, stages, seqs, block_size, dcp, num_blocks, max_model_len, caching):
+        parallel = ParallelConfig(
+            prefill_context_parallel_size=pcp,
+            decode_context_parallel_size=dcp,
+            pipeline_parallel_size=stages,
         )
-        self.worker = FakeWorker(block_size, budget * pcp)
+        limits = SchedulerConfig(seqs, budget, max_model_len)
+        cache = CacheConfig(block_size, num_blocks, caching)
+        self.scheduler = Scheduler(EngineConfig(None, parallel, cache, limits, RuntimeConfig()))
+        self.worker = FakeWorker(block_size * dcp, budget * pcp)
+        self.stages = stages
         self.arrived: list[Request] = []
         self.outputs: dict[Request, list[int]] = {}
-        self.in_flight: tuple[SchedulerOutput, ModelRunnerOutput] | None = None
+        self.in_flight: deque[InFlight] = deque()
 
     def unfinished(self) -> list[str]:
         return list(self.scheduler.requests)
@@ -159,15 +180,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 12),
         prompt_logprobs=st.sampled_from([None, None, None, 0]),
         again=st.booleans(),
+        same_id=st.booleans(),
         data=st.data(),
     )
-    def arrive(self, prefix, own, max_tokens, prompt_logprobs, again, data):
-        """A prompt with a common prefix, or an earlier request's prompt and output again."""
+    def arrive(self, prefix, own, max_tokens, prompt_logprobs, again, same_id, data):
+        """A prompt with a common prefix, or an earlier request's prompt and output again. The id may be that
+        of a request that has ended, even if steps in flight still hold it."""
         prompt = [i % 3 % 2 for i in range(prefix)] + own
         if again and self.arrived:
             prompt = list(data.draw(st.sampled_from(self.arrived)).all_token_ids)
         params = SamplingParams(prompt_logprobs=prompt_logprobs)
         name = str(len(self.arrived))
+        if same_id and self.arrived and self.arrived[-1].status.is_finished:
+            name = self.arrived[-1].request_id
         request = Request(name, prompt, params, max_tokens, eos_token_ids=(EOS,), seed=len(prompt) % 5)
         limit = self.scheduler.max_model_len
         slots = min(len(prompt) + max_tokens, limit) - 1
@@ -182,31 +207,52 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.arrived.append(request)
         self.outputs[request] = []
 
-    @precondition(lambda self: self.in_flight is None)
+    @precondition(lambda self: len(self.in_flight) < self.stages)
     @rule()
     def schedule(self):
-        waiting = list(self.scheduler.waiting)
+        waiting, running = list(self.scheduler.waiting), list(self.scheduler.running)
+        awaiting = {request.request_id for request in running if self.awaits_a_token(request)}
         out = self.scheduler.schedule()
-        assert out.num_scheduled_tokens or not self.unfinished(), "no progress"
-        running = [request.request_id for request in self.scheduler.running]
-        assert list(out.num_scheduled_tokens) == running, "every running request gets its turn"
+        assert out.num_scheduled_tokens or self.in_flight or not self.unfinished(), "no progress"
+        scheduled = list(out.num_scheduled_tokens)
+        order = [request.request_id for request in self.scheduler.running]
+        assert scheduled == [name for name in order if name in out.num_scheduled_tokens], "order of admission"
+        assert not awaiting & set(scheduled), "there is nothing to compute before the token is there"
+        if self.stages == 1:
+            assert scheduled == order, "every running request gets its turn"
         new = [n.request_id for n in out.new_requests]
         assert new == [request.request_id for request in waiting[: len(new)]], "somebody overtook"
-        self.in_flight = (out, self.worker.execute(out))
+        for request in running:
+            held = request.request_id in {r.request_id for f in self.in_flight for r in f.ends}
+            assert not (request.status is RequestStatus.PREEMPTED and held), f"{request} is in flight"
+        requests = [self.scheduler.requests[name] for name in scheduled]
+        ends = {request: request.num_computed_tokens for request in requests}
+        self.in_flight.append(InFlight(out, self.worker.execute(out), ends))
 
-    @precondition(lambda self: self.in_flight is not None)
-    @rule()
-    def update(self):
-        assert self.in_flight is not None
-        for request, new_token_ids in self.scheduler.update_from_output(*self.in_flight):
+    def awaits_a_token(self, request: Request) -> bool:
+        return any(step.ends.get(request) == request.num_tokens for step in self.in_flight)
+
+    @precondition(lambda self: self.in_flight)
+    @rule(fails=st.integers(0, 40))
+    def update(self, fails=40):
+        """The oldest step is done; now and then it has failed a request."""
+        step = self.in_flight.popleft()
+        for request_id in list(step.out.num_scheduled_tokens)[fails : fails + 1]:
+            step.result.errors[request_id] = "bad logits"
+            step.result.sampled_token_ids.pop(request_id, None)
+        for request, new_token_ids in self.scheduler.update_from_output(step.out, step.result):
+            assert request in step.ends
+            assert bool(new_token_ids) != (request.status is RequestStatus.FINISHED_ERROR)
             self.outputs[request] += new_token_ids
-        self.in_flight = None
 
-    @precondition(lambda self: self.in_flight is None)
     @rule(steps=st.integers(1, 4))
     def run(self, steps):
+        """As the engine does it: as many steps in flight as may be."""
         for _ in range(steps):
-            self.schedule()
+            while len(self.in_flight) < self.stages:
+                self.schedule()
+                if not self.in_flight[-1].out.num_scheduled_tokens:
+                    break
             self.update()
 
     @precondition(lambda self: self.unfinished())
@@ -216,11 +262,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         request = self.scheduler.requests[name]
         assert self.scheduler.abort_requests([name, "unknown"]) == [request]
 
-    @precondition(lambda self: self.in_flight is None and self.scheduler.running)
+    @precondition(lambda self: self.scheduler.running)
     @rule(data=st.data())
     def preempt(self, data):
         request = data.draw(st.sampled_from(self.scheduler.running))
-        assert self.scheduler.preempt(request.request_id)
+        in_flight = any(request in step.ends for step in self.in_flight)
+        assert self.scheduler.preempt(request.request_id) is not in_flight
 
     @rule()
     def reset_prefix_cache(self):
@@ -230,27 +277,34 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def books_agree(self):
         self.scheduler.check_integrity()
+        for step in self.in_flight:
+            for request, end in step.ends.items():
+                num_blocks = len(self.scheduler.kv.block_ids(request))
+                assert num_blocks * self.worker.block_size >= end, (
+                    f"{request} is in flight without its blocks"
+                )
 
     def teardown(self):
-        if self.in_flight:
-            self.update()
         for _ in range(3000):
-            if not self.scheduler.has_unfinished_requests:
+            if not self.scheduler.has_unfinished_requests and not self.in_flight:
                 break
-            self.schedule()
-            self.update()
+            self.run(1)
         assert not self.scheduler.has_unfinished_requests
-        self.schedule()
-        self.scheduler.check_integrity()
+        self.books_agree()
         assert self.scheduler.kv.pool.num_free_blocks == self.scheduler.kv.pool.num_blocks
-        assert not self.worker.held
+        # The workers hear of the last ends with the next tokens.
+        last = Request("last", [0], SamplingParams(), max_tokens=1)
+        self.scheduler.add_request(last)
+        self.outputs[last] = []
+        self.run(1)
+        assert list(self.worker.held) == ["last"]
         for request in self.arrived:
             output = self.outputs[request]
             prompt = request.all_token_ids[: request.num_prompt_tokens]
             assert output == request.output_token_ids
             expected = expected_output(prompt, request.seed, request.max_tokens, self.scheduler.max_model_len)
             assert output == expected[: len(output)]
-            if request.status is not RequestStatus.FINISHED_ABORTED:
+            if request.status not in (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR):
                 assert output == expected
 
 

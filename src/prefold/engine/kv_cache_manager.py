@@ -4,12 +4,15 @@ One rule keeps the prefix cache honest: **a block can be found only once a step 
 has been scheduled completely**. The scheduler first admits and allocates for every request of a
 step, then calls `cache_full_blocks` for each. So:
 
-- a later step may reuse the block: workers run steps in order, the KV is there before it is read;
+- a later step may reuse the block, also while the first is still in flight: every rank runs steps in
+  order, so the KV is there before it is read;
 - another request of the same step can not: nothing orders a read behind a write inside a step. So the
   scheduler lets a waiting request whose next block is being written wait for the next step
   (`next_block_hash`, `hashes_being_written`), instead of computing the same tokens beside it.
 
-Only whole blocks are shared, and a shared block is never written again.
+Only whole blocks are shared, and a shared block is never written again. Where D ranks share a sequence
+(decode context parallelism) a block here is a virtual one of `B * D` tokens, B of them on each rank; its
+number is the same on all of them.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from prefold.engine.block_pool import ROOT_HASH, BlockPool, hash_block
 from prefold.request import Request
@@ -40,16 +43,12 @@ class PrefixCacheStats:
 
 @dataclass(slots=True)
 class _Table:
-    """Blocks of one request, in order of position, and the hashes of its full blocks known so far.
+    """Blocks of one request, in order of position. `num_hashed` of them have been offered to the pool;
+    `next_full` is the number of computed tokens at which the next one can be."""
 
-    Hashes outlive a preemption. `num_hashed` blocks have been offered to the pool; `next_full` is
-    the number of computed tokens at which the next one can be.
-    """
-
+    block_ids: list[int]
+    num_hashed: int
     next_full: int
-    num_hashed: int = 0
-    block_ids: list[int] = field(default_factory=list)
-    hashes: list[bytes] = field(default_factory=list)
 
 
 class KVCacheManager:
@@ -95,6 +94,10 @@ class KVCacheManager:
             block_ids.append(block_id)
         return block_ids
 
+    def num_cached_tokens(self, request: Request) -> int:
+        """Tokens that the request would not have to compute if it were admitted now."""
+        return len(self.find_cached_prefix(request)) * self.block_size
+
     def admit(self, request: Request) -> int | None:
         """Give a request without blocks its cached prefix and new blocks for all its other tokens.
 
@@ -102,16 +105,17 @@ class KVCacheManager:
         the blocks do not suffice. All tokens known so far get their blocks now and not chunk by
         chunk: a prefill that has begun can not run out of blocks half-way.
         """
+        assert request not in self._tables, f"{request} is admitted twice"
         prefix = self.find_cached_prefix(request)
-        table = self._table(request)
-        assert not table.block_ids, f"{request} is admitted twice"
         num_new = self.blocks_for(request.num_tokens) - len(prefix)
         if num_new > self.pool.num_free_blocks - self.pool.num_free_among(prefix):
             return None
         self.pool.touch(prefix)
-        table.block_ids = prefix + self.pool.allocate(num_new)
-        table.num_hashed = len(prefix)
-        table.next_full = (len(prefix) + 1) * self.block_size
+        self._tables[request] = _Table(
+            block_ids=prefix + self.pool.allocate(num_new),
+            num_hashed=len(prefix),
+            next_full=(len(prefix) + 1) * self.block_size,
+        )
         num_cached_tokens = len(prefix) * self.block_size
         self.prefix_cache_stats.num_requests += 1
         self.prefix_cache_stats.num_query_tokens += request.num_tokens
@@ -150,8 +154,7 @@ class KVCacheManager:
         if request.num_computed_tokens < table.next_full or not self.pool.enable_prefix_caching:
             return []
         num_full = request.num_computed_tokens // self.block_size
-        self._extend_hashes(table, request, num_full)
-        return table.hashes[table.num_hashed : num_full]
+        return self._hashes(request, num_full)[table.num_hashed :]
 
     def next_block_hash(self, request: Request) -> bytes | None:
         """Hash of the first block that a waiting request could share but does not find, if any."""
@@ -161,17 +164,10 @@ class KVCacheManager:
         return None
 
     def free(self, request: Request) -> None:
-        """Give the request's blocks back, tail first. Its hashes are kept: it may resume."""
-        table = self._tables.get(request)
+        """Give the request's blocks back, tail first. It may be admitted again."""
+        table = self._tables.pop(request, None)
         if table is not None:
             self.pool.free(reversed(table.block_ids))
-            table.block_ids = []
-            table.num_hashed = 0
-
-    def forget(self, request: Request) -> None:
-        """Free the blocks of a request that will not come back."""
-        self.free(request)
-        self._tables.pop(request, None)
 
     def distrust(self, request: Request) -> None:
         """No later request finds what this one's blocks hold, shared ones included."""
@@ -203,19 +199,12 @@ class KVCacheManager:
         if not self.pool.enable_prefix_caching or request.sampling_params.prompt_logprobs is not None:
             return []
         max_blocks = (request.num_tokens - 1) // self.block_size
-        table = self._table(request)
-        self._extend_hashes(table, request, max_blocks)
-        return table.hashes[:max_blocks]
+        return self._hashes(request, max_blocks)
 
-    def _table(self, request: Request) -> _Table:
-        table = self._tables.get(request)
-        if table is None:
-            table = self._tables[request] = _Table(next_full=self.block_size)
-        return table
-
-    def _extend_hashes(self, table: _Table, request: Request, num_blocks: int) -> None:
-        """Hash the request's first `num_blocks` blocks, each once in the request's life."""
-        size, tokens = self.block_size, request.all_token_ids
-        for i in range(len(table.hashes), num_blocks):
-            parent = table.hashes[-1] if table.hashes else ROOT_HASH
-            table.hashes.append(hash_block(parent, tokens[i * size : (i + 1) * size]))
+    def _hashes(self, request: Request, num_blocks: int) -> list[bytes]:
+        """Hashes of the request's first `num_blocks` blocks, each computed once in its life."""
+        size, tokens, hashes = self.block_size, request.all_token_ids, request.block_hashes
+        for i in range(len(hashes), num_blocks):
+            parent = hashes[-1] if hashes else ROOT_HASH
+            hashes.append(hash_block(parent, tokens[i * size : (i + 1) * size]))
+        return hashes[:num_blocks]

@@ -204,16 +204,26 @@ class OutputProcessor:
             The final output (None if the request is unknown or has finished), and the ids of the
             samples that the scheduler must drop.
         """
-        sample_ids = self._sample_ids.get(request_id)
-        if sample_ids is None:
+        if request_id not in self._sample_ids:
             return None, set()
+        return self._end(request_id, "abort", None, now)
+
+    def fail_all(self, message: str, now: float | None = None) -> list[RequestOutput]:
+        """End all requests with finish_reason "error" and the message as stop_reason."""
+        return [self._end(request_id, "error", message, now)[0] for request_id in list(self._sample_ids)]
+
+    def _end(
+        self, request_id: str, finish_reason: str, stop_reason: str | None, now: float | None
+    ) -> tuple[RequestOutput, set[str]]:
+        """End a known request: its final output, and the ids of the samples that had not finished."""
+        sample_ids = self._sample_ids[request_id]
         group = self._groups[sample_ids[0]]
-        to_abort = {sample_id for sample_id, s in group.samples.items() if s.finish_reason is None}
-        for sample_id in to_abort:
+        unfinished = {sample_id for sample_id, s in group.samples.items() if s.finish_reason is None}
+        for sample_id in unfinished:
             sample = group.samples[sample_id]
             self._flush(group, sample)
-            sample.finish_reason = "abort"
-        return self._finish(group, self._now(now)), to_abort
+            sample.finish_reason, sample.stop_reason = finish_reason, stop_reason
+        return self._finish(group, self._now(now)), unfinished
 
     def _now(self, now: float | None) -> float:
         return self._clock() if now is None else now

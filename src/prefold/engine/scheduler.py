@@ -5,11 +5,16 @@ order of arrival. There is no prefill or decode phase; a request computes the to
 computed yet, as many as the budget leaves.
 
 The life of a request: `add_request` -> waiting -> admitted with blocks -> running -> finished, or
-preempted -> front of the waiting queue. The steps alternate strictly:
+preempted -> front of the waiting queue. A step:
 
     output = scheduler.schedule()
     result = <workers execute output>
     for request, new_token_ids in scheduler.update_from_output(output, result): ...
+
+With pipeline parallelism up to PP steps are in flight: scheduled, and not updated yet. Workers run them
+in order, and updates come in order. The tokens of a step count as computed as soon as it is scheduled,
+so the next chunk of a prefill follows at once, while a request whose next token is still to be
+sampled has nothing to compute and sits out.
 
 `add_request`, `finish_requests` and `abort_requests` may come at any moment, also between these two.
 """
@@ -18,41 +23,57 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass
 
-from prefold.config import CacheConfig, SchedulerConfig
+from prefold.config import EngineConfig
 from prefold.engine.kv_cache_manager import KVCacheManager
 from prefold.request import Request, RequestStatus
 from prefold.step import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
 
 
+@dataclass(frozen=True, slots=True)
+class _StepInFlight:
+    step_id: int
+    requests: list[Request]
+
+
 class Scheduler:
     """Decides each step's batch; knows tokens and blocks, nothing of ranks but their number.
 
-    A step computes at most `max_num_batched_tokens * pcp_size` tokens: the limit is per rank, and
-    PCP ranks share the tokens of a step evenly.
+    One scheduler serves one replica. A step computes at most `max_num_batched_tokens * PCP` tokens: the
+    limit is per rank, and PCP ranks share the tokens of a step evenly. Blocks are virtual ones, of
+    `config.virtual_block_size` tokens.
     """
 
-    def __init__(
-        self, scheduler_config: SchedulerConfig, cache_config: CacheConfig, pcp_size: int = 1
-    ) -> None:
+    def __init__(self, config: EngineConfig) -> None:
+        limits, parallel = config.scheduler, config.parallel
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
-            if getattr(scheduler_config, name) < 1:
-                raise ValueError(f"{name}={getattr(scheduler_config, name)} must be at least 1")
-        self.max_num_seqs = scheduler_config.max_num_seqs
-        self.max_model_len = scheduler_config.max_model_len
-        self.max_num_scheduled_tokens = scheduler_config.max_num_batched_tokens * pcp_size
+            if getattr(limits, name) < 1:
+                raise ValueError(f"{name}={getattr(limits, name)} must be at least 1")
+        self.max_num_seqs = limits.max_num_seqs
+        self.max_model_len = limits.max_model_len
+        self.max_num_scheduled_tokens = limits.max_num_batched_tokens * parallel.prefill_context_parallel_size
+        self.max_steps_in_flight = parallel.pipeline_parallel_size
         self.kv = KVCacheManager(
-            cache_config.num_blocks, cache_config.block_size, cache_config.enable_prefix_caching
+            config.cache.num_blocks, config.virtual_block_size, config.cache.enable_prefix_caching
         )
+        self._blocks_name = f"blocks of {config.virtual_block_size} tokens"
+        if parallel.decode_context_parallel_size > 1:
+            self._blocks_name = (
+                f"virtual {self._blocks_name} (block_size={config.cache.block_size} x "
+                f"decode_context_parallel_size={parallel.decode_context_parallel_size})"
+            )
         self.requests: dict[str, Request] = {}
         """Unfinished requests by id."""
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         """In order of admission. Only the last one can be in prefill after a step: it got all that
         was left of the budget. Hence there are never more running requests than budget."""
-        self._in_flight: list[Request] = []
-        self._in_flight_freed: list[Request] = []
-        """Finished while the workers still write their blocks: freed when the step is over."""
+        self._num_waiting_tokens = 0
+        """What `num_outstanding_tokens` counts for `waiting`."""
+        self._in_flight: deque[_StepInFlight] = deque()
+        self._ended_in_flight: list[Request] = []
+        """Finished while a step in flight still writes their blocks: freed when it is over."""
         self._dropped_ids: list[str] = []
         """Finished or preempted since the last step: the workers must drop their state."""
         self._next_step_id = 0
@@ -65,7 +86,9 @@ class Scheduler:
         if request.request_id in self.requests:
             raise ValueError(f"request id {request.request_id!r} is in use")
         self.requests[request.request_id] = request
+        request.num_cached_tokens = self.kv.num_cached_tokens(request)
         self.waiting.append(request)
+        self._num_waiting_tokens += _uncached_tokens(request)
 
     def check_servable(self, request_id: str, num_prompt_tokens: int, max_tokens: int) -> None:
         """Raise ValueError unless the request fits the model and, alone, the KV cache."""
@@ -84,7 +107,7 @@ class Scheduler:
         if needed > pool.num_blocks:
             raise ValueError(
                 f"request {request_id!r} may need {num_slots} tokens of KV cache ({num_prompt_tokens} "
-                f"prompt tokens, max_tokens={max_tokens}): {needed} blocks of {pool.block_size} tokens, "
+                f"prompt tokens, max_tokens={max_tokens}): {needed} {self._blocks_name}, "
                 f"but the cache has {pool.num_blocks}. Raise num_blocks (or kv_cache_memory_bytes), or "
                 f"lower max_tokens"
             )
@@ -103,8 +126,8 @@ class Scheduler:
     ) -> list[Request]:
         """End requests for a reason the scheduler can not see, such as a stop string.
 
-        If they are part of the step in flight, its output for them will be ignored, and their
-        blocks are not free before that step is over. Returns those that were alive.
+        If they are part of a step in flight, its output for them will be ignored, and their blocks
+        are not free before the last such step is over. Returns those that were alive.
         """
         assert status.is_finished, status
         finished: list[Request] = []
@@ -116,19 +139,19 @@ class Scheduler:
                 self.running.remove(request)
             else:
                 self.waiting.remove(request)
+                self._num_waiting_tokens -= _uncached_tokens(request)
             self._finish(request, status, stop_reason)
             finished.append(request)
         return finished
 
     def preempt(self, request_id: str) -> bool:
-        """Send a running request back to the front of the queue, between two steps.
+        """Send a running request back to the front of the queue, unless a step in flight holds it.
 
         Its blocks are freed and all its tokens, prompt and output, will be computed again, except
-        for what it then finds in the prefix cache. Returns False if it was not running.
+        for what it then finds in the prefix cache. Returns whether it was preempted.
         """
-        assert not self._in_flight, "preempt() between schedule() and update_from_output()"
         request = self.requests.get(request_id)
-        if request is None or request.status is not RequestStatus.RUNNING:
+        if request is None or request.status is not RequestStatus.RUNNING or self._is_in_flight(request):
             return False
         self.running.remove(request)
         self._requeue(request)
@@ -138,9 +161,23 @@ class Scheduler:
     def has_unfinished_requests(self) -> bool:
         return bool(self.requests)
 
+    @property
+    def num_outstanding_tokens(self) -> int:
+        """Tokens that all unfinished requests have yet to compute, as far as they are known. A request
+        that waits for its next token counts as one token, or many of them would look like no work."""
+        return self._num_waiting_tokens + sum(
+            max(1, r.num_tokens - r.num_computed_tokens) for r in self.running
+        )
+
     def reset_prefix_cache(self) -> None:
         """Nothing computed until now is reused by a later request."""
         self.kv.reset_prefix_cache()
+
+    def fail_requests(self, reason: str) -> None:
+        """The workers are gone: end all requests and forget the steps in flight. All blocks are free then."""
+        self._in_flight.clear()
+        self._free_ended()
+        self.finish_requests(list(self.requests), RequestStatus.FINISHED_ERROR, reason)
 
     def check_integrity(self) -> None:
         """AssertionError unless queues, statuses, tables and blocks agree (tests, debugging)."""
@@ -154,52 +191,66 @@ class Scheduler:
         assert {request.request_id: request for request in queued} == self.requests, "queues and ids differ"
         assert len(queued) == len(self.requests), "a request is queued twice"
         assert len(self.running) <= self.max_num_seqs, f"{len(self.running)} requests run"
-        self.kv.check_integrity([*queued, *self._in_flight_freed])
+        num_waiting_tokens = sum(map(_uncached_tokens, self.waiting))
+        assert self._num_waiting_tokens == num_waiting_tokens, (self._num_waiting_tokens, num_waiting_tokens)
+        assert len(self._in_flight) <= self.max_steps_in_flight, f"{len(self._in_flight)} steps are in flight"
+        for request in self._ended_in_flight:
+            assert request.status.is_finished, request
+            assert self._is_in_flight(request), f"{request} still holds its blocks"
+        self.kv.check_integrity([*queued, *self._ended_in_flight])
 
     # ---------------------------------------------------------------- a step
 
     def schedule(self) -> SchedulerOutput:
-        """The next step. It holds at least one token if a request is unfinished.
+        """The next step; it counts as in flight if it holds tokens.
 
-        Afterwards `num_computed_tokens` counts this step's tokens as computed.
+        With no step in flight it holds some if a request is unfinished. Otherwise there may be
+        nothing to do before the next update: then the step is empty, says nothing that workers need to
+        know, and may be run or not. Afterwards `num_computed_tokens` counts this step's tokens.
         """
-        assert not self._in_flight, "schedule() before the last step's update_from_output()"
-        scheduled: dict[str, int] = {}
-        budget = self.max_num_scheduled_tokens
-        budget, cached, preempted = self._schedule_running(budget, scheduled)
-        # Blocks are short: whoever came in now would be the next to yield.
-        new = [] if preempted else self._schedule_waiting(budget, scheduled)
-        self._in_flight = [self.requests[request_id] for request_id in scheduled]
-        for request in self._in_flight:
-            self.kv.cache_full_blocks(request)
-        output = SchedulerOutput(
-            step_id=self._next_step_id,
-            new_requests=new,
-            cached_requests=cached,
-            num_scheduled_tokens=scheduled,
-            finished_request_ids=self._dropped_ids,
-        )
+        in_flight = len(self._in_flight)
+        assert in_flight < self.max_steps_in_flight, "schedule() before the last step's update_from_output()"
+        step_id = self._next_step_id
         self._next_step_id += 1
-        self._dropped_ids = []
+        scheduled: dict[str, int] = {}
+        budget, cached, blocks_are_short = self._schedule_running(scheduled)
+        # Whoever came in now would be the next to yield.
+        new = [] if blocks_are_short else self._schedule_waiting(budget, scheduled)
+        output = SchedulerOutput(step_id, new, cached, scheduled, finished_request_ids=[])
+        if scheduled:
+            requests = [self.requests[request_id] for request_id in scheduled]
+            for request in requests:
+                request.last_step_id = step_id
+                self.kv.cache_full_blocks(request)
+            self._in_flight.append(_StepInFlight(step_id, requests))
+            output.finished_request_ids, self._dropped_ids = self._dropped_ids, []
         return output
 
-    def _schedule_running(
-        self, budget: int, scheduled: dict[str, int]
-    ) -> tuple[int, list[CachedRequestData], bool]:
-        """Give running requests their tokens; (budget left, their data, was anyone preempted).
+    def _schedule_running(self, scheduled: dict[str, int]) -> tuple[int, list[CachedRequestData], bool]:
+        """Give running requests their tokens; (budget left, their data, did blocks run out).
 
         When blocks run out the most recently admitted request yields: it has none of this step's
-        tokens yet, since requests are served in order of admission.
+        tokens yet, since requests are served in order of admission. One that is in flight cannot:
+        then this step ends here, and the next one finds it back, or the blocks of an ended request.
         """
+        budget = self.max_num_scheduled_tokens
         cached: list[CachedRequestData] = []
-        num_before = len(self.running)
+        decodes_left = self._decodes_per_step()
+        blocks_are_short = False
         i = 0
         while i < len(self.running) and budget > 0:
             request = self.running[i]
             tokens, computed = request.all_token_ids, request.num_computed_tokens
             num_tokens = min(len(tokens) - computed, budget)
+            is_decode = computed >= request.num_prefill_tokens
+            if num_tokens == 0 or (is_decode and decodes_left == 0):
+                i += 1
+                continue
             new_block_ids = self.kv.allocate(request, computed + num_tokens)
             if new_block_ids is None:
+                blocks_are_short = True
+                if self._ended_in_flight or self._is_in_flight(self.running[-1]):
+                    break
                 self._requeue(self.running.pop())
                 continue
             new_token_ids = tokens[request.num_sent_tokens :]
@@ -208,8 +259,14 @@ class Scheduler:
             request.num_sent_tokens = len(tokens)
             request.num_computed_tokens = computed + num_tokens
             budget -= num_tokens
+            decodes_left -= is_decode
             i += 1
-        return budget, cached, len(self.running) < num_before
+        return budget, cached, blocks_are_short
+
+    def _decodes_per_step(self) -> int:
+        """How many decodes one step takes: an even share, so that every stage of a pipeline has some."""
+        num_decodes = sum(r.num_computed_tokens >= r.num_prefill_tokens for r in self.running)
+        return -(-num_decodes // self.max_steps_in_flight)
 
     def _schedule_waiting(self, budget: int, scheduled: dict[str, int]) -> list[NewRequestData]:
         """Admit waiting requests in order, until budget, seats or blocks are used up, or until one
@@ -226,6 +283,7 @@ class Scheduler:
             num_cached = self.kv.admit(request)
             if num_cached is None:
                 break  # nobody overtakes: a long prompt would wait for ever behind short ones
+            self._num_waiting_tokens -= _uncached_tokens(request)
             self.running.append(self.waiting.popleft())
             if request.status is RequestStatus.WAITING:
                 request.num_cached_tokens = num_cached
@@ -254,39 +312,49 @@ class Scheduler:
     def update_from_output(
         self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput
     ) -> list[tuple[Request, list[int]]]:
-        """Append the sampled tokens and end requests that are done.
+        """Append the sampled tokens of the oldest step in flight and end requests that are done.
 
-        Returns each request that got tokens, in batch order, with those tokens; tokens sampled
-        after the end are cut off. `request.status` says whether and why it has ended. Output for
-        requests that ended during the step is ignored.
+        Returns, in batch order, each request of which there is news, with its new tokens; there are
+        none where it got prompt log-probabilities only or failed. Tokens sampled after the end are cut
+        off. `request.status` says whether and why it has ended. What the output says about requests
+        that ended while the step was in flight is ignored, even if their ids are in use again.
         """
-        assert output.step_id == scheduler_output.step_id == self._next_step_id - 1, "steps are mixed up"
+        step_id = scheduler_output.step_id
+        assert step_id == output.step_id, "steps are mixed up"
+        if not scheduler_output.num_scheduled_tokens:
+            return []
+        assert [step_id] == [step.step_id for step in self._in_flight][:1], "steps are mixed up"
         events: list[tuple[Request, list[int]]] = []
-        any_finished = False
-        for request in self._in_flight:
+        for request in self._in_flight.popleft().requests:
             if request.status is not RequestStatus.RUNNING:
                 continue
-            sampled = output.sampled_token_ids.get(request.request_id)
-            if request.num_computed_tokens < request.num_tokens:
+            request_id = request.request_id
+            if request_id in output.errors:
+                self._finish(request, RequestStatus.FINISHED_ERROR, output.errors[request_id])
+                events.append((request, []))
+                continue
+            sampled = output.sampled_token_ids.get(request_id)
+            if self._is_in_flight(request) or request.num_computed_tokens < request.num_tokens:
                 assert not sampled, f"{request} was sampled in the middle of its prefill"
+                if request_id in output.prompt_logprobs:
+                    events.append((request, []))
                 continue
             assert sampled, f"no token was sampled for {request}"
-            for i, token_id in enumerate(sampled):
-                request.all_token_ids.append(token_id)
-                status = self._ended(request, token_id)
-                if status is not None:
-                    sampled = sampled[: i + 1]
-                    self._finish(request, status, self._stop_reason(request, token_id, status), over=True)
-                    any_finished = True
-                    break
-            events.append((request, sampled))
-        if any_finished:
+            events.append((request, self._append(request, sampled)))
+        if any(request.status.is_finished for request, _ in events):
             self.running = [r for r in self.running if r.status is RequestStatus.RUNNING]
-        self._in_flight = []
-        for request in self._in_flight_freed:
-            self.kv.forget(request)
-        self._in_flight_freed = []
+        self._free_ended()
         return events
+
+    def _append(self, request: Request, sampled: list[int]) -> list[int]:
+        """Append tokens up to the one that ends the request; those appended."""
+        for i, token_id in enumerate(sampled):
+            request.all_token_ids.append(token_id)
+            status = self._ended(request, token_id)
+            if status is not None:
+                self._finish(request, status, self._stop_reason(request, token_id, status))
+                return sampled[: i + 1]
+        return sampled
 
     # ---------------------------------------------------------------- helpers
 
@@ -312,10 +380,12 @@ class Scheduler:
         is_eos = token_id in request.eos_token_ids and not request.sampling_params.ignore_eos
         return None if is_eos else token_id
 
-    def _finish(
-        self, request: Request, status: RequestStatus, stop_reason: int | str | None, over: bool = False
-    ) -> None:
-        """Mark a request finished and free its blocks, at once if its step is `over`."""
+    def _is_in_flight(self, request: Request) -> bool:
+        """Whether a step in flight holds the request."""
+        return bool(self._in_flight) and request.last_step_id >= self._in_flight[0].step_id
+
+    def _finish(self, request: Request, status: RequestStatus, stop_reason: int | str | None) -> None:
+        """Mark a request finished and free its blocks, or see to it that they will be."""
         if request.status is RequestStatus.RUNNING:
             self._dropped_ids.append(request.request_id)
         request.status = status
@@ -324,10 +394,18 @@ class Scheduler:
             # Its KV may be the cause: whoever shares it later would fail too.
             self.kv.distrust(request)
         del self.requests[request.request_id]
-        if self._in_flight and not over:
-            self._in_flight_freed.append(request)
-        else:
-            self.kv.forget(request)
+        self._ended_in_flight.append(request)
+        if not self._is_in_flight(request):
+            self._free_ended()
+
+    def _free_ended(self) -> None:
+        """Free the blocks of ended requests that no step in flight holds."""
+        ended, self._ended_in_flight = self._ended_in_flight, []
+        for request in ended:
+            if self._is_in_flight(request):
+                self._ended_in_flight.append(request)
+            else:
+                self.kv.free(request)
 
     def _requeue(self, request: Request) -> None:
         """Preempt a request just taken out of `running`."""
@@ -339,3 +417,9 @@ class Scheduler:
         request.num_prefill_tokens = request.num_tokens
         self._dropped_ids.append(request.request_id)
         self.waiting.appendleft(request)
+        self._num_waiting_tokens += _uncached_tokens(request)
+
+
+def _uncached_tokens(request: Request) -> int:
+    """What a waiting request has yet to compute, if it still finds what it found when it came."""
+    return request.num_tokens - request.num_cached_tokens
