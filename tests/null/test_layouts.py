@@ -49,7 +49,13 @@ MODEL = ModelConfig(
 """12 heads, dense MLP 24, experts of 6, shared experts of 12: TP 4 and 12 only with EP."""
 
 DENSE = replace(MODEL, moe=None, moe_layers=(False,) * 5)
+NARROW = replace(MODEL, moe=replace(MOE, num_shared_experts=1))
+"""Its shared expert of 6 forbids TP 4 under EP too."""
 SPARSE = replace(MODEL, moe=replace(MOE, num_shared_experts=0), moe_layers=(True,) * 5, intermediate_size=7)
+
+each_model = pytest.mark.parametrize(
+    "model", [MODEL, NARROW, DENSE, SPARSE], ids=["mixed", "narrow", "dense", "all sparse"]
+)
 
 
 def test_worked_examples():
@@ -76,8 +82,11 @@ def violations(model: ModelConfig, parallel: ParallelConfig) -> list[str]:
         wrong.append(f"^intermediate_size=24 is not divisible by tensor_parallel_size={tp};.*legal.*: 1, ")
     if sparse and not ep and 6 % tp:
         wrong.append(f"moe_intermediate_size=6 is not divisible by tensor_parallel_size={tp};.*legal.*: 1, ")
-    if sparse and ep and model.moe.num_shared_experts and 12 % tp:
-        wrong.append(f"n_shared_experts=12 is not divisible by tensor_parallel_size={tp};.*legal.*: 1, ")
+    shared = 6 * model.moe.num_shared_experts if sparse else 0
+    if ep and shared % tp:
+        wrong.append(
+            f"n_shared_experts={shared} is not divisible by tensor_parallel_size={tp};.*legal.*: 1, "
+        )
     if pp > model.num_layers:
         wrong.append(f"pipeline_parallel_size={pp} must be between 1 and num_hidden_layers=5")
     if pcp % dcp and (dcp % pcp or tp % (dcp // pcp)):
@@ -88,7 +97,9 @@ def violations(model: ModelConfig, parallel: ParallelConfig) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("model", [MODEL, DENSE, SPARSE], ids=["mixed", "dense", "all sparse"])
+@pytest.mark.parametrize(
+    "model", [MODEL, NARROW, DENSE, SPARSE], ids=["mixed", "narrow", "dense", "all sparse"]
+)
 def test_what_is_listed_is_legal_and_nothing_else(model: ModelConfig):
     """Every tuple up to 16 ranks: in the list and accepted, or refused with its numbers."""
     sizes = range(1, 17)
@@ -237,7 +248,9 @@ def test_kv_of_the_fullest_stage():
 # Explanations
 
 
-@pytest.mark.parametrize("model", [MODEL, DENSE, SPARSE], ids=["mixed", "dense", "all sparse"])
+@pytest.mark.parametrize(
+    "model", [MODEL, NARROW, DENSE, SPARSE], ids=["mixed", "narrow", "dense", "all sparse"]
+)
 def test_what_is_explained_is_illegal(model: ModelConfig):
     for world in range(1, 17):
         legal = {layout.parallel for layout in legal_layouts(model, world)}

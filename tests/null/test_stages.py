@@ -64,6 +64,12 @@ def test_no_split_has_a_cheaper_costliest_stage_or_is_more_even(costs: list[int]
     assert badness(split) == min(map(badness, every_split(len(costs), num_stages)))
 
 
+def test_the_costliest_stage_counts_before_evenness():
+    """[6, 2, 3] has the smaller squares, [1, 5, 5] the cheaper costliest stage."""
+    assert split_costs([1, 5, 2, 3], 3) == [range(1), range(1, 2), range(2, 4)]
+    assert split_costs([3, 2, 5, 1], 3) == [range(2), range(2, 3), range(3, 4)]
+
+
 @pytest.mark.parametrize("pp", range(1, 8))
 def test_every_layer_is_in_one_stage(pp: int):
     split = split_layers(MODEL, pp)
