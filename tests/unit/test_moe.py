@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,7 +11,8 @@ from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkR
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
 from prefold.config import MoEConfig
-from prefold.layers.linear import Env
+from prefold.layers.experts import experts_in
+from prefold.layers.linear import MLP_TILE, Env
 from prefold.layers.moe import MoE, Router
 from prefold.testing.threads import run_threads, single_rank
 from prefold.workspace import Workspace
@@ -120,6 +122,30 @@ def test_experts_equal_the_definition(num_tokens: int, shared: int, seed: int):
     x = torch.randn(num_tokens, HIDDEN, generator=torch.Generator().manual_seed(seed))
     expected = definition(layer, x)
     torch.testing.assert_close(layer(x.clone()).double(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_experts_that_lie_across_tiles(dtype: torch.dtype):
+    moe = MoEConfig(5, 2, 16, 1, 1, 1, "sigmoid", "noaux_tc", True, 1.5)
+    layer = MoE(HIDDEN, moe, False, "out", env_of(dtype=dtype))
+    fill(layer, 0)
+    layer.router.bias.zero_()
+    layer.router.bias[2] = 100.0
+    x = torch.randn(1300, HIDDEN, generator=torch.Generator().manual_seed(0))
+    assert layer.router(x)[1].flatten().bincount(minlength=5).max() > MLP_TILE
+    torch.testing.assert_close(layer(x).double(), definition(layer, x), rtol=1e-4, atol=1e-4)
+
+
+@given(counts=st.lists(st.integers(0, 9), min_size=1, max_size=9), size=st.integers(1, 12))
+def test_tiles_together_have_every_pair(counts: list[int], size: int):
+    ends, found = np.cumsum(counts), []
+    for start in range(0, sum(counts), size):
+        tile = slice(start, min(start + size, sum(counts)))
+        parts = list(experts_in(tile, ends))
+        places = [place for _, part in parts for place in range(part.start, part.stop)]
+        assert places == list(range(tile.stop - tile.start))
+        found += [expert for expert, part in parts for _ in range(part.start, part.stop)]
+    assert found == [expert for expert, count in enumerate(counts) for _ in range(count)]
 
 
 def test_all_tokens_to_one_expert():

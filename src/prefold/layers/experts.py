@@ -50,23 +50,22 @@ class Experts(nn.Module):
             weights, ids: [n, top_k] float32 and integers; an expert that is not held costs nothing.
         """
         workspace, hidden = self.env.workspace, x.shape[1]
-        order_np, counts = group_by_expert(ids.cpu().numpy(), self.held)
-        order = torch.from_numpy(order_np).to(x.device)
-        rows = order // ids.shape[1]
-        sorted_weights = weights.flatten()[order].to(x.dtype)
-        start = 0
-        for expert, count in enumerate(counts.tolist()):
-            if count == 0:
-                continue
-            mlp = prepared_mlp(self.gate_up[expert], self.down[expert], count, self.env)
-            for tile in tiles(count):
-                mine = slice(start + tile.start, start + tile.stop)
-                tile_x = workspace.get("moe.rows", (tile.stop - tile.start, hidden), x.dtype)
-                torch.index_select(x, 0, rows[mine], out=tile_x)
-                result = workspace.get("moe.result", tile_x.shape, x.dtype)
-                gated_mlp(tile_x, *mlp, result, self.env)
-                out.index_add_(0, rows[mine], result.mul_(sorted_weights[mine, None]))
-            start += count
+        order, counts = group_by_expert(ids.cpu().numpy(), self.held)
+        ends = counts.cumsum()
+        pairs = torch.from_numpy(order[: counts.sum()]).to(x.device)
+        rows = pairs // ids.shape[1]
+        row_weights = weights.flatten()[pairs].to(x.dtype)[:, None]
+        current, mlp = -1, (self.gate_up, self.down)
+        for tile in tiles(len(rows)):
+            tile_x = workspace.get("moe.rows", (tile.stop - tile.start, hidden), x.dtype)
+            torch.index_select(x, 0, rows[tile], out=tile_x)
+            result = workspace.get("moe.result", tile_x.shape, x.dtype)
+            for expert, part in experts_in(tile, ends):
+                if expert != current:
+                    current = expert
+                    mlp = prepared_mlp(self.gate_up[expert], self.down[expert], int(counts[expert]), self.env)
+                gated_mlp(tile_x[part], *mlp, result[part], self.env)
+            out.index_add_(0, rows[tile], result.mul_(row_weights[tile]))
 
     def weights(self, prefix: str, names: Container[str]) -> Iterator[Weight]:
         """`names`: the checkpoint's tensors. They tell whether its experts are stacked or apart."""
@@ -148,3 +147,21 @@ def group_by_expert(ids: np.ndarray, held: range) -> tuple[np.ndarray, np.ndarra
     local = np.minimum((ids.ravel() - held.start).astype(np.uint16), len(held))
     counts = np.bincount(local, minlength=len(held) + 1)
     return local.argsort(kind="stable"), counts[:-1]
+
+
+def experts_in(tile: slice, ends: np.ndarray) -> Iterator[tuple[int, slice]]:
+    """Experts with pairs in `tile`, and the place of those in the tile; pairs are sorted by expert.
+
+    `ends` [experts]: where each expert's pairs end.
+
+    >>> list(experts_in(slice(4, 8), np.array([3, 5, 5, 9])))
+    [(1, slice(0, 1, None)), (3, slice(1, 4, None))]
+    """
+    start = tile.start
+    for expert in range(int(ends.searchsorted(start, "right")), len(ends)):
+        if start == tile.stop:
+            return
+        stop = min(int(ends[expert]), tile.stop)
+        if start < stop:
+            yield expert, slice(start - tile.start, stop - tile.start)
+            start = stop
