@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import time
 
-import numpy as np
 import torch
 
 from prefold.attention.context_parallel import ContextParallelAttention
 from prefold.attention.torch_backend import TorchBackend
 from prefold.config import EngineConfig
-from prefold.distributed.group import Group
+from prefold.distributed.group import Group, begin_step
 from prefold.distributed.pcp_layout import Partition
+from prefold.distributed.stages import split_layers
+from prefold.layers.expert_parallel import ExpertParallel, ExpertPlan, dispatch_capacity
 from prefold.loader import load_weights
 from prefold.models.registry import build_model
-from prefold.sampling.logprobs import compute_logprobs
-from prefold.sampling.sampler import InvalidLogitsError, Sampler, SamplerOutput, SamplingMetadata
-from prefold.step import ModelRunnerOutput, SchedulerOutput, StepStats, TokenLogprobs
+from prefold.step import ModelRunnerOutput, SchedulerOutput, StepStats
 from prefold.worker.global_batch import GlobalBatch
 from prefold.worker.kv_cache import allocate_kv_cache
 from prefold.worker.pcp_manager import PCPManager
-from prefold.worker.request_states import RequestInfo, RequestStates
+from prefold.worker.pipeline import PipelineStage
+from prefold.worker.plan_check import check_plan, plan_checksum
+from prefold.worker.request_states import RequestStates
+from prefold.worker.step_sampler import StepSampler, WantedTokens
 from prefold.workspace import Workspace
-
-LOGITS_ROWS = 256
-"""Rows of logits computed at a time: bounds prompt_logprobs' memory to rows x vocabulary."""
 
 
 class ModelRunner:
@@ -32,24 +31,27 @@ class ModelRunner:
 
     Args:
         config: resolved configuration, equal on all ranks.
-        groups: {"tp": ..., "pcp": ...} of this rank.
+        groups: this rank's, by the names of `make_groups`.
     """
 
     def __init__(self, config: EngineConfig, groups: dict[str, Group]) -> None:
         runtime, model, cache = config.runtime, config.model, config.cache
-        device = torch.device(runtime.device)
+        device, compute_dtype = torch.device(runtime.device), getattr(torch, runtime.compute_dtype)
         self._config = config
         self._groups = groups
         self.workspace = Workspace(device, poison=runtime.debug_poison)
-        self._states = RequestStates(
+        self.states = RequestStates(
             config.scheduler.max_num_seqs, config.scheduler.max_model_len, cache.block_size
         )
+        layers = split_layers(model, groups["pp"].size)[groups["pp"].rank]
+        self._experts = self._expert_parallel()
+        max_model_len = config.scheduler.max_model_len
         self._model = build_model(
-            model, groups["tp"], self.workspace, runtime, config.scheduler.max_model_len
+            model, groups["tp"], self.workspace, runtime, max_model_len, layers, self._experts
         )
         load_weights(self._model, model.path)
         self.kv_cache = allocate_kv_cache(
-            model.num_layers,
+            len(layers),
             cache.num_blocks,
             cache.block_size,
             model.mla.token_dim,
@@ -65,110 +67,73 @@ class ModelRunner:
             TorchBackend(self.workspace, device),
             self.workspace,
             runtime.context_workspace_tokens,
-            getattr(torch, runtime.compute_dtype),
+            compute_dtype,
         )
         self._pcp = PCPManager(groups["pcp"], runtime.min_split_tokens, self.kv_cache, self.workspace)
-        self._sampler = Sampler(model.vocab_size)
+        self._stage = PipelineStage(groups["pp"], model.hidden_size, compute_dtype, self.workspace)
+        self._sampler = StepSampler(self._model, self.states, groups["tp"])
+
+    def _expert_parallel(self) -> ExpertParallel | None:
+        """Who holds which experts; None if every TP rank has a part of each."""
+        if not self._config.parallel.enable_expert_parallel:
+            return None
+        assert self._config.model.moe is not None, "refused at start-up"
+        return ExpertParallel(self._groups, self._config.model.moe.num_experts, self.workspace)
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput | None:
-        """Run one step. The result is None on ranks that do not sample (all but PCP rank 0, TP rank 0)."""
-        started = time.perf_counter()
-        traffic_before = self._traffic()
-        self._states.apply(step)
-        batch = GlobalBatch.build(self._states, step, self._config.cache.block_size)
-        parts = self._pcp.partition(batch)
-        local = self._pcp.input_batch(batch, parts, self._states)
-        self._attention.begin_step(local.plan)
-        hidden = self._model(local.input_ids, local.positions, self._attention)
+        """Run one step. It may be empty: the rank then joins what its EP group does.
 
-        prompt_tokens = self._prompt_logprob_tokens(batch)
-        last_tokens = batch.query_start_loc[batch.sampled + 1] - 1
-        wanted = np.concatenate([*prompt_tokens.values(), last_tokens]).astype(np.int64)
-        rows = self._pcp.exchange(batch, parts, local.plan, hidden, wanted)
-        if self._groups["pcp"].rank != 0:
-            return None
-        prompt_logprobs = self._prompt_logprobs(batch, prompt_tokens, rows)
-        requests, sampled, errors = self._sample(batch, rows[len(rows) - len(last_tokens) :])
-        if self._groups["tp"].rank != 0:
-            return None
-        ids = [batch.request_ids[request] for request in requests]
-        return ModelRunnerOutput(
-            step_id=batch.step_id,
-            sampled_token_ids={i: [token] for i, token in zip(ids, sampled.token_ids.tolist())},
-            logprobs={i: [entry] for i, entry in zip(ids, sampled.logprobs) if entry is not None},
-            prompt_logprobs=prompt_logprobs,
-            stats=self._stats(parts, started, traffic_before),
-            errors=errors,
-        )
-
-    def _prompt_logprob_tokens(self, batch: GlobalBatch) -> dict[int, np.ndarray]:
-        """Global token indices whose logits predict a prompt token somebody asked for, by request index."""
-        tokens = {}
-        for i, row in enumerate(batch.rows):
-            if self._info(row).sampling_params.prompt_logprobs is None:
-                continue
-            last = self._states.num_prompt_tokens[row] - 1  # its logits predict the first output token
-            count = min(batch.num_scheduled[i], last - batch.num_computed[i])
-            if count > 0:
-                tokens[i] = batch.query_start_loc[i] + np.arange(count)
-        return tokens
-
-    def _prompt_logprobs(
-        self, batch: GlobalBatch, tokens: dict[int, np.ndarray], hidden: torch.Tensor
-    ) -> dict[str, list[TokenLogprobs]]:
-        """Joins TP collectives: runs on all TP ranks."""
-        result: dict[str, list[TokenLogprobs]] = {}
-        start = 0
-        for i, indices in tokens.items():
-            row = batch.rows[i]
-            num_logprobs = self._info(row).sampling_params.prompt_logprobs
-            assert num_logprobs is not None
-            entries: list[TokenLogprobs] = []
-            for first in range(0, len(indices), LOGITS_ROWS):
-                chunk = indices[first : first + LOGITS_ROWS]
-                logits = self._model.compute_logits(hidden[start : start + len(chunk)])
-                start += len(chunk)
-                next_ids = self._states.token_ids[row, batch.positions[chunk] + 1].astype(np.int64)
-                entries += compute_logprobs(logits, torch.from_numpy(next_ids), num_logprobs)
-            result[batch.request_ids[i]] = entries
-        return result
-
-    def _sample(
-        self, batch: GlobalBatch, hidden: torch.Tensor
-    ) -> tuple[list[int], SamplerOutput, dict[str, str]]:
-        """Next tokens of `batch.sampled`: (indices into the batch, their tokens, errors by request id).
-
-        TP ranks join the logits' collective; only TP rank 0's draw counts. A request whose logits
-        are no numbers fails alone: the others are sampled without it.
+        Returns:
+            None on all ranks of a replica but one: last stage, PCP rank 0, TP rank 0.
         """
-        logits = self._model.compute_logits(hidden)
-        sampled = batch.sampled.tolist()
-        errors: dict[str, str] = {}
-        while True:
-            try:
-                return sampled, self._sampler(logits, self._sampling_metadata(batch, sampled)), errors
-            except InvalidLogitsError as error:
-                errors.update(dict.fromkeys(error.request_ids, str(error)))
-            keep = [i for i, request in enumerate(sampled) if batch.request_ids[request] not in errors]
-            assert len(keep) < len(sampled), errors
-            logits, sampled = logits[keep], [sampled[i] for i in keep]
-
-    def _sampling_metadata(self, batch: GlobalBatch, requests: list[int]) -> SamplingMetadata:
-        states = self._states
-        rows = [int(batch.rows[request]) for request in requests]
-        infos = [self._info(row) for row in rows]
-        prompts = [int(states.num_prompt_tokens[row]) for row in rows]
-        ends = [int(states.num_tokens[row]) for row in rows]
-        return SamplingMetadata(
-            request_ids=[info.request_id for info in infos],
-            params=[info.sampling_params for info in infos],
-            seeds=[info.seed for info in infos],
-            num_generated=[end - prompt for end, prompt in zip(ends, prompts)],
-            prompt_token_ids=[states.token_ids[row, :prompt] for row, prompt in zip(rows, prompts)],
-            output_token_ids=[states.token_ids[row, p:e] for row, p, e in zip(rows, prompts, ends)],
-            eos_token_ids=[info.eos_token_ids for info in infos],
+        started = time.perf_counter()
+        begin_step(self._groups, step.step_id)
+        self.states.apply(step)
+        batch = GlobalBatch.build(self.states, step, self._config.cache.block_size)
+        parts = self._pcp.partition(batch)
+        wanted = WantedTokens.of(batch, self.states)
+        if self._config.runtime.check_step_plans:
+            checksum = plan_checksum(batch, self.states, parts, wanted.indices)
+            check_plan(self._groups["tp"], self._groups["pcp"], step.step_id, checksum)
+        traffic_before = self._traffic()  # counted is what computing the step takes, not the check
+        rows = self._forward(batch, parts, wanted)
+        if not self._stage.is_last or self._groups["pcp"].rank != 0:
+            return None
+        sampled = self._sampler(batch, wanted, rows)
+        if sampled is None:
+            return None
+        return ModelRunnerOutput(
+            step_id=step.step_id,
+            sampled_token_ids=sampled.sampled_token_ids,
+            logprobs=sampled.logprobs,
+            prompt_logprobs=sampled.prompt_logprobs,
+            stats=self._stats(parts, started, traffic_before),
+            errors=sampled.errors,
         )
+
+    def _forward(self, batch: GlobalBatch, parts: Partition, wanted: WantedTokens) -> torch.Tensor:
+        """This stage's layers. Last stage: hidden states of the wanted tokens [n, hidden], on all ranks."""
+        if self._experts is not None:
+            self._experts.begin_step(self._expert_plan(parts))
+        local = self._pcp.input_batch(batch, parts, self.states)
+        self._attention.begin_step(local.plan)
+        hidden = self._stage.receive(len(local.input_ids))
+        hidden = self._model(local.input_ids, local.positions, self._attention, hidden)
+        # At once: the next stage waits for it.
+        self._stage.send(hidden)
+        indices = wanted.indices if self._stage.is_last else wanted.indices[:0]
+        return self._pcp.exchange(batch, parts, local.plan, hidden, indices)
+
+    def _expert_plan(self, parts: Partition) -> ExpertPlan:
+        """What experts must know of the step. Replicas, which know nothing of each other's batches,
+        agree on the largest one here."""
+        rank, prefill, decode = self._groups["pcp"].rank, parts.num_prefill_tokens, parts.num_decode_tokens
+        capacity = dispatch_capacity(
+            prefill, decode, tp=self._groups["tp"].size, u=self._groups["dcp_pcp"].size
+        )
+        capacities = self._groups["dp"].all_gather(torch.tensor([capacity]))
+        return ExpertPlan(int(prefill[rank]), int(decode[rank]), int(capacities.max()))
 
     def _stats(self, parts: Partition, started: float, before: dict[str, tuple[int, int]]) -> StepStats:
         counted = {}
@@ -183,11 +148,6 @@ class ModelRunner:
             bytes_sent={key: sent for key, (_, sent) in counted.items()},
             calls={key: calls for key, (calls, _) in counted.items()},
         )
-
-    def _info(self, row: int) -> RequestInfo:
-        info = self._states.info[row]
-        assert info is not None, row
-        return info
 
     def _traffic(self) -> dict[str, tuple[int, int]]:
         """(calls, bytes) so far, by collective."""

@@ -1,0 +1,68 @@
+"""Do all ranks mean the same step? A checksum of the plan, compared before anything is computed.
+
+Every collective of a step follows from its plan, so ranks that disagree would exchange the wrong
+tensors or wait for each other. Here they notice, and say so.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+
+import numpy as np
+import torch
+
+from prefold.distributed.errors import CollectiveError
+from prefold.distributed.group import Group
+from prefold.distributed.pcp_layout import Partition
+from prefold.worker.global_batch import GlobalBatch
+from prefold.worker.request_states import RequestStates
+
+
+def plan_checksum(
+    batch: GlobalBatch, states: RequestStates, parts: Partition, wanted_tokens: np.ndarray
+) -> int:
+    """CRC-32 of what a step computes, for which requests, on which ranks, and into which blocks.
+
+    Args:
+        wanted_tokens: global token indices whose hidden states are brought together.
+    """
+    num_blocks = int(states.num_blocks[batch.rows].max(initial=0))
+    arrays = (
+        np.array([batch.step_id]),
+        batch.rows,
+        batch.num_computed,
+        batch.num_scheduled,
+        batch.is_prefill,
+        batch.token_ids,
+        batch.sampled,
+        states.block_ids[batch.rows, :num_blocks],
+        parts.row_rank,
+        parts.row_request,
+        parts.row_start,
+        parts.row_end,
+        wanted_tokens,
+    )
+    checksum = zlib.crc32("\0".join(batch.request_ids).encode())
+    for array in arrays:
+        checksum = zlib.crc32(np.ascontiguousarray(array).data, checksum)
+    return checksum
+
+
+def check_plan(tp: Group, pcp: Group, step_id: int, checksum: int) -> None:
+    """Compare `checksum` over the PCP x TP ranks of a stage. All of them call this, and all of them raise.
+
+    Raises:
+        CollectiveError: naming the step, and the ranks that differ from most others.
+    """
+    own = torch.tensor([tp.ranks[tp.rank], checksum])
+    found = pcp.all_gather(tp.all_gather(own)).view(-1, 2).tolist()
+    counts = Counter(checksum for _, checksum in found)
+    most_common = counts.most_common(1)[0][0]
+    differing = sorted(rank for rank, checksum in found if checksum != most_common)
+    if differing:
+        plans = ", ".join(f"rank {rank} {checksum:08x}" for rank, checksum in sorted(found))
+        raise CollectiveError(
+            f"step {step_id}: ranks have planned different steps: {', '.join(map(str, differing))} differ "
+            f"from the others (checksums: {plans})"
+        )

@@ -1,0 +1,155 @@
+"""From a step's hidden states to tokens and log-probabilities, on the ranks that have the head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from prefold.distributed.group import Group
+from prefold.models.deepseek import DeepseekModel
+from prefold.sampling.logprobs import compute_logprobs
+from prefold.sampling.sampler import InvalidLogitsError, Sampler, SamplerOutput, SamplingMetadata
+from prefold.step import TokenLogprobs
+from prefold.worker.global_batch import GlobalBatch
+from prefold.worker.request_states import RequestInfo, RequestStates
+
+LOGITS_ROWS = 256
+"""Rows of logits computed at a time: bounds prompt_logprobs' memory to rows x vocabulary."""
+
+
+@dataclass(frozen=True, eq=False)
+class WantedTokens:
+    """Tokens of a step whose hidden states are looked at, as indices into the global batch.
+
+    Attributes:
+        prompt: by request (index into the batch), those whose logits predict a prompt token that somebody
+            asked the log-probability of.
+        last: last token of each request in `batch.sampled`.
+    """
+
+    prompt: dict[int, np.ndarray]
+    last: np.ndarray
+
+    @property
+    def indices(self) -> np.ndarray:
+        """[n] int64, `prompt` first."""
+        return np.concatenate([*self.prompt.values(), self.last]).astype(np.int64)
+
+    @classmethod
+    def of(cls, batch: GlobalBatch, states: RequestStates) -> WantedTokens:
+        """A pure function of the global batch: the same on all ranks."""
+        prompt = {}
+        for i, row in enumerate(batch.rows):
+            if _info(states, row).sampling_params.prompt_logprobs is None:
+                continue
+            last = states.num_prompt_tokens[row] - 1  # its logits predict the first output token
+            count = min(batch.num_scheduled[i], last - batch.num_computed[i])
+            if count > 0:
+                prompt[i] = batch.query_start_loc[i] + np.arange(count)
+        return cls(prompt, batch.query_start_loc[batch.sampled + 1] - 1)
+
+
+@dataclass(frozen=True)
+class SampledStep:
+    """See the fields of the same names in ModelRunnerOutput."""
+
+    sampled_token_ids: dict[str, list[int]] = field(default_factory=dict)
+    logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+    prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
+
+
+class StepSampler:
+    """Decides the tokens of a step, once for all ranks.
+
+    Args:
+        model: a last stage.
+        tp: its TP group: all of its ranks compute logits, the first one samples.
+    """
+
+    def __init__(self, model: DeepseekModel, states: RequestStates, tp: Group) -> None:
+        self._model = model
+        self._states = states
+        self._decides = tp.rank == 0
+        self._sampler = Sampler(model.config.vocab_size)
+
+    def __call__(self, batch: GlobalBatch, wanted: WantedTokens, hidden: torch.Tensor) -> SampledStep | None:
+        """hidden [n, hidden], after the final norm, in the order of `wanted.indices`.
+
+        Joins TP collectives. None on all ranks of the TP group but the first.
+        """
+        prompt_logprobs = self._prompt_logprobs(batch, wanted.prompt, hidden)
+        logits = self._model.compute_logits(hidden[len(hidden) - len(wanted.last) :])
+        if not self._decides:
+            return None
+        requests, sampled, errors = self._sample(batch, logits)
+        ids = [batch.request_ids[request] for request in requests]
+        return SampledStep(
+            sampled_token_ids={i: [token] for i, token in zip(ids, sampled.token_ids.tolist())},
+            logprobs={i: [entry] for i, entry in zip(ids, sampled.logprobs) if entry is not None},
+            prompt_logprobs=prompt_logprobs,
+            errors=errors,
+        )
+
+    def _prompt_logprobs(
+        self, batch: GlobalBatch, tokens: dict[int, np.ndarray], hidden: torch.Tensor
+    ) -> dict[str, list[TokenLogprobs]]:
+        """Joins TP collectives: runs on all TP ranks."""
+        result: dict[str, list[TokenLogprobs]] = {}
+        start = 0
+        for i, indices in tokens.items():
+            row = batch.rows[i]
+            num_logprobs = _info(self._states, row).sampling_params.prompt_logprobs
+            assert num_logprobs is not None
+            entries: list[TokenLogprobs] = []
+            for first in range(0, len(indices), LOGITS_ROWS):
+                chunk = indices[first : first + LOGITS_ROWS]
+                logits = self._model.compute_logits(hidden[start : start + len(chunk)])
+                start += len(chunk)
+                if self._decides:
+                    next_ids = self._states.token_ids[row, batch.positions[chunk] + 1].astype(np.int64)
+                    entries += compute_logprobs(logits, torch.from_numpy(next_ids), num_logprobs)
+            result[batch.request_ids[i]] = entries
+        return result
+
+    def _sample(
+        self, batch: GlobalBatch, logits: torch.Tensor
+    ) -> tuple[list[int], SamplerOutput, dict[str, str]]:
+        """Next tokens of `batch.sampled`: (indices into the batch, their tokens, errors by request id).
+
+        A request whose logits are no numbers fails alone: the others are sampled without it.
+        """
+        sampled = batch.sampled.tolist()
+        errors: dict[str, str] = {}
+        while True:
+            try:
+                return sampled, self._sampler(logits, self._sampling_metadata(batch, sampled)), errors
+            except InvalidLogitsError as error:
+                errors.update(dict.fromkeys(error.request_ids, str(error)))
+            keep = [i for i, request in enumerate(sampled) if batch.request_ids[request] not in errors]
+            assert len(keep) < len(sampled), errors
+            logits, sampled = logits[keep], [sampled[i] for i in keep]
+
+    def _sampling_metadata(self, batch: GlobalBatch, requests: list[int]) -> SamplingMetadata:
+        states = self._states
+        rows = [int(batch.rows[request]) for request in requests]
+        infos = [_info(states, row) for row in rows]
+        prompts = [int(states.num_prompt_tokens[row]) for row in rows]
+        ends = [int(states.num_tokens[row]) for row in rows]
+        return SamplingMetadata(
+            request_ids=[info.request_id for info in infos],
+            params=[info.sampling_params for info in infos],
+            seeds=[info.seed for info in infos],
+            num_generated=[end - prompt for end, prompt in zip(ends, prompts)],
+            prompt_token_ids=[states.token_ids[row, :prompt] for row, prompt in zip(rows, prompts)],
+            output_token_ids=[states.token_ids[row, p:e] for row, p, e in zip(rows, prompts, ends)],
+            eos_token_ids=[info.eos_token_ids for info in infos],
+        )
+
+
+def _info(states: RequestStates, row: int) -> RequestInfo:
+    info = states.info[row]
+    assert info is not None, row
+    return info
