@@ -270,6 +270,35 @@ def test_bench_compares_layouts_and_a_peer(model: str, capsys: pytest.CaptureFix
     assert shapes == {(p, 1, dtype) for p in (1, 2) for dtype in ("float32", "bfloat16")}
 
 
+@pytest.mark.slow
+def test_bench_of_a_batch_after_a_cached_prefix(model: str, capsys: pytest.CaptureFixture[str]):
+    lengths = ["--cached-prefix-len", "100", "--input-len", "9", "--output-len", "4", "--batch-size", "3"]
+    few = ["--warmup", "0", "--repeats", "1", "--dtype", "float32", "--max-num-batched-tokens", "8"]
+    options = ["--block-size", "8", "--threads-per-rank", "1", "--compare", "", "--compare", "-pcp 2"]
+    peer = ["--peer", "transformers", "--peer-threads", "1"]
+    arguments = ["bench", "latency", model, *lengths, *few, *options, *peer, "--json"]
+    report = run_json(arguments, capsys)
+    assert (report["cached_prefix_len"], report["batch_size"]) == (100, 3)
+    one, two, other = report["rows"]
+    assert (one["num_cached_tokens"], two["num_cached_tokens"]) == (96, 96)
+    assert (len(one["rank_memory_bytes"]), len(two["rank_memory_bytes"])) == (1, 2)
+    assert two["peak_memory_bytes"] == max(two["rank_memory_bytes"])
+    for row in report["rows"]:
+        assert row["same_tokens"]
+        assert row["decode_tokens_per_s"] == pytest.approx(3 / row["tpot_s"]["median"])
+        assert row["ttft_s"]["median"] * 3 >= 27 / row["prefill_tokens_per_s"]
+    assert sum(one["rank_tokens"]) >= 3 * (109 - 96) + 3 * 3
+    assert other["num_cached_tokens"] is None
+
+
+def test_bench_says_when_the_cache_is_too_small(model: str, capsys: pytest.CaptureFixture[str]):
+    lengths = ["--cached-prefix-len", "64", "--input-len", "30", "--output-len", "2", "--batch-size", "3"]
+    few = ["--warmup", "0", "--repeats", "1", "--threads-per-rank", "1"]
+    small = ["--block-size", "8", "--num-blocks", "19", "--max-model-len", "110"]
+    assert main(["bench", "latency", model, *lengths, *few, *small, "--json"]) == 2
+    assert "raise kv_cache_memory_bytes" in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_bench_names_the_layout_that_is_wrong(model: str, capsys: pytest.CaptureFixture[str]):
     compare = ["--compare", "-tp 3"]
     assert main(["bench", "latency", model, "--input-len", "8", *compare, "--json"]) == 2

@@ -370,12 +370,15 @@ def _row(layout: str, ranks: int, **changes: object) -> dict[str, object]:
     return row | changes
 
 
-def test_bench_table_fits_100_columns():
+@pytest.mark.parametrize(("batch", "cached"), [(1, 0), (16, 32768)])
+def test_bench_table_fits_100_columns(batch: int, cached: int):
     peer = dict.fromkeys(("bytes_sent", "rank_tokens", "rank_causal_pairs", "peak_memory_bytes"))
     report = {
         "model": "/models/some-model",
+        "cached_prefix_len": cached,
         "input_len": 16384,
         "output_len": 32,
+        "batch_size": batch,
         "repeats": 5,
         "prefill_flops": {"matmul": 10**12, "attention": 10**13, "total": 11 * 10**12},
         "matmul_rates": [
@@ -397,6 +400,9 @@ def test_bench_table_fits_100_columns():
         "rows": [
             _row("-tp 1 --threads-per-rank 1", 1),
             _row("-pcp 2", 2, same_tokens=False),
+            _row(
+                "-tp 2 -pcp 4 -dcp 8 -pp 2 -dp 2 -ep --threads-per-rank 1", 32, rank_tokens=[8191, 8192] * 4
+            ),
             _row("transformers, 2 threads, tcmalloc", 1, **peer),
         ],
     }
@@ -404,6 +410,9 @@ def test_bench_table_fits_100_columns():
     print_report(report, make_console(file))
     text = file.getvalue()
     assert max(map(len, text.splitlines())) <= 100
-    for expected in ("-pcp 2", "13.250", "12,346", "1.93", "54%", "123.5 MB", "8192 8192", "2 x 1", "1.90"):
+    figures = ("13.250", "12,346", "1.93", "54%", "123.5 MB", "8192 8192", "2 x 1", "1.90", "8 x 8191-8192")
+    for expected in ("-pcp 2", *figures):
         assert expected in text
+    assert ("16 prompts at once of 32,768 cached + 16,384 tokens in" in text) == (batch > 1)
+    assert ("while all 16 prompts decode" in text) == (batch > 1)
     assert "Greedy tokens differ from the first row's: -pcp 2\n" in text

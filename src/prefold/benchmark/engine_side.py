@@ -4,26 +4,36 @@ from __future__ import annotations
 
 import re
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from prefold.benchmark.side import Handler, serve
+from prefold.benchmark.stopwatch import Stopwatch
 from prefold.engine.engine import EngineMetrics
 from prefold.engine.llm import LLM
-from prefold.request import SamplingParams
+from prefold.request import RequestOutput, SamplingParams
 
 
 def start(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
-    """Load the engine: `setup` holds `model` and the engine's options."""
+    """Load the engine: `setup` holds `model` and the engine's options.
+
+    The handler takes `{"prefix": token ids, "batch_size": N}`, to be in the prefix cache from then on, or
+    `{"prompts": lists of token ids, "prefix_len": N, "output_len": N}`.
+    """
     llm = LLM(skip_tokenizer_init=True, **setup)
     config = llm.engine.config
 
-    def measure(request: dict[str, Any]) -> dict[str, Any]:
-        return _measure(llm, request["token_ids"], request["output_len"])
+    def handle(request: dict[str, Any]) -> dict[str, Any]:
+        if "prefix" in request:
+            llm.generate([request["prefix"]], SamplingParams(temperature=0.0, max_tokens=1))
+            return {}
+        return _measure(llm, request["prompts"], request["prefix_len"], request["output_len"])
 
-    return measure, {
+    return handle, {
         "world_size": config.parallel.world_size,
         "threads_per_rank": config.runtime.threads_per_rank,
         "dtype": config.model.dtype,
@@ -31,26 +41,74 @@ def start(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
     }
 
 
-def _measure(llm: LLM, token_ids: list[int], output_len: int) -> dict[str, Any]:
-    """One prompt, `output_len` greedy tokens."""
-    params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
-    metrics = llm.engine.metrics = EngineMetrics()
-    (output,) = llm.generate([token_ids], params)
+def _measure(llm: LLM, prompts: list[list[int]], prefix_len: int, output_len: int) -> dict[str, Any]:
+    """All prompts at once, `output_len` greedy tokens each.
+
+    Of several, those that are prefilled first decode on until the last one has its tokens, too: only so
+    is there a time in which all of them decode.
+    """
+    engine = llm.engine
+    metrics = engine.metrics = EngineMetrics()
+    room = engine.config.scheduler.max_model_len - len(prompts[0])
+    params = SamplingParams(
+        temperature=0.0, max_tokens=output_len if len(prompts) == 1 else room, ignore_eos=True
+    )
+    latest: dict[str, RequestOutput] = {}
+    watch = Stopwatch(len(prompts), output_len)
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), prompt, params)
+    while not watch.is_over:
+        outputs = engine.step()
+        latest |= {output.request_id: output for output in outputs}
+        counts = {output.request_id: len(output.outputs[0].token_ids) for output in outputs}
+        watch.note(time.monotonic(), counts, any_finished=any(output.finished for output in outputs))
+    for i in range(len(prompts)):
+        engine.abort_request(str(i))
+    while engine.has_unfinished_requests:
+        engine.step()
+    results = [latest[str(i)] for i in range(len(prompts))]
+    _check_cache(llm, results, prefix_len)
     return {
-        "ttft_s": output.metrics.ttft_s,
-        "tpot_s": output.metrics.tpot_s,
-        "token_ids": output.outputs[0].token_ids,
+        **watch.times(),
+        "token_ids": [output.outputs[0].token_ids[:output_len] for output in results],
+        "num_cached_tokens": min(output.metrics.num_cached_tokens for output in results),
         "rank_tokens": metrics.rank_tokens,
         "rank_causal_pairs": metrics.rank_causal_pairs,
         "bytes_sent": metrics.bytes_sent,
-        "peak_memory_bytes": _peak_memory(),
+        "peak_memory_bytes": max(_rank_memory()),
+        "rank_memory_bytes": _rank_memory(),
     }
 
 
-def _peak_memory() -> int:
-    """Largest resident memory that any rank has had. Ranks are this process or its children."""
-    own = psutil.Process()
-    return max(_high_water_mark(process.pid) for process in (own, *own.children()))
+def _check_cache(llm: LLM, results: Sequence[RequestOutput], prefix_len: int) -> None:
+    """ValueError if the KV cache is too small for what is to be measured."""
+    config = llm.engine.config
+    held = config.cache.num_blocks * config.virtual_block_size
+    preempted = sum(output.metrics.num_preemptions for output in results)
+    if preempted:
+        raise ValueError(
+            f"requests were preempted {preempted} times: the KV cache of {held} tokens does not hold the "
+            f"batch; raise kv_cache_memory_bytes"
+        )
+    cached = min(output.metrics.num_cached_tokens for output in results)
+    expected = prefix_len // config.virtual_block_size * config.virtual_block_size
+    # Only one of several replicas has the prefix.
+    if cached < expected and config.parallel.data_parallel_size == 1:
+        raise ValueError(
+            f"only {cached} tokens of the prefix of {prefix_len} were still cached: the KV cache of {held} "
+            f"tokens is too small; raise kv_cache_memory_bytes"
+        )
+
+
+def _rank_memory() -> list[int]:
+    """Largest resident memory that each rank has had, in bytes, by rank. A single rank is this process."""
+    workers = [
+        process
+        for process in psutil.Process().children(recursive=True)
+        if "prefold.worker.main" in process.cmdline()
+    ]
+    workers.sort(key=lambda process: (process.create_time(), process.pid))
+    return [_high_water_mark(process.pid) for process in workers or [psutil.Process()]]
 
 
 def _high_water_mark(pid: int) -> int:

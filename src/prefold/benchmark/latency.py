@@ -1,4 +1,4 @@
-"""Time to first token and per token of one prompt at a time, for several layouts by turns."""
+"""Time to first token and per token of one prompt or a batch, for several layouts by turns."""
 
 from __future__ import annotations
 
@@ -33,7 +33,14 @@ class RowSpec:
 
 @dataclass(frozen=True)
 class LatencyPlan:
-    """What to measure. ValueError for a length or count below 1."""
+    """What to measure. ValueError for a length or count that is too small.
+
+    Attributes:
+        input_len: tokens of a prompt after the cached prefix.
+        output_len: tokens to generate for each.
+        cached_prefix_len: tokens that all prompts begin with, and that are in the prefix cache.
+        batch_size: prompts at once.
+    """
 
     model: ModelConfig
     rows: Sequence[RowSpec]
@@ -42,16 +49,27 @@ class LatencyPlan:
     warmup: int
     repeats: int
     seed: int
+    cached_prefix_len: int = 0
+    batch_size: int = 1
 
     def __post_init__(self) -> None:
-        for name, least in (("input_len", 1), ("output_len", 1), ("repeats", 1), ("warmup", 0)):
+        at_least_one = ("input_len", "output_len", "repeats", "batch_size")
+        for name in (*at_least_one, "warmup", "cached_prefix_len"):
+            least = 1 if name in at_least_one else 0
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
 
-    def prompt(self, repeat: int) -> list[int]:
-        """Random token ids, equal for every row of a repeat and new in the next."""
-        generator = np.random.default_rng([self.seed, repeat])
-        return generator.integers(0, self.model.vocab_size, self.input_len).tolist()
+    def prefix(self) -> list[int]:
+        """Random token ids, the same throughout."""
+        # A turn that never comes: not one token is drawn like a prompt's.
+        generator = np.random.default_rng([self.seed, 1 << 31])
+        return generator.integers(0, self.model.vocab_size, self.cached_prefix_len).tolist()
+
+    def prompts(self, turn: int) -> list[list[int]]:
+        """The prefix and random token ids, equal for every row of a turn and new in the next."""
+        generator = np.random.default_rng([self.seed, turn])
+        tails = generator.integers(0, self.model.vocab_size, (self.batch_size, self.input_len))
+        return [self.prefix() + tail for tail in tails.tolist()]
 
 
 @dataclass
@@ -85,6 +103,10 @@ def measure_latency(plan: LatencyPlan, note: Note) -> dict[str, Any]:
         ]
         for row in rows:
             row.about = row.side.receive()
+        if plan.cached_prefix_len:
+            for row in rows:
+                note(f"prefix of {plan.cached_prefix_len} tokens: {row.spec.layout}")
+                row.side.ask({"prefix": plan.prefix(), "batch_size": plan.batch_size})
         shapes = {(row.about["world_size"], row.about["threads_per_rank"]) for row in rows}
         rates = stack.enter_context(closing(MatmulRates(shapes)))
         for i in range(plan.warmup + plan.repeats):
@@ -98,32 +120,44 @@ def _take_turns(plan: LatencyPlan, rows: list[_Row], rates: MatmulRates, turn: i
     what = f"warm-up {turn + 1} of {plan.warmup}" if warm else f"repeat {repeat + 1} of {plan.repeats}"
     note(f"{what}: matrix multiplication")
     rates.measure(keep=not warm)
-    prompt = plan.prompt(turn)
+    ask = {
+        "prompts": plan.prompts(turn),
+        "prefix_len": plan.cached_prefix_len,
+        "output_len": plan.output_len,
+    }
     first = turn % len(rows)
     for row in rows[first:] + rows[:first]:
         note(f"{what}: {row.spec.layout}")
-        run = row.side.ask({"token_ids": prompt, "output_len": plan.output_len})
+        run = row.side.ask(ask)
         if not warm:
             row.runs.append(run)
 
 
 def _report(plan: LatencyPlan, rows: list[_Row], rates: MatmulRates) -> dict[str, Any]:
-    flops = prefill_flops(plan.model, plan.input_len)
+    flops = prefill_flops(plan.model, plan.input_len, plan.cached_prefix_len)
+    total = flops.total * plan.batch_size
     return {
         "model": plan.model.path,
+        "cached_prefix_len": plan.cached_prefix_len,
         "input_len": plan.input_len,
         "output_len": plan.output_len,
+        "batch_size": plan.batch_size,
         "warmup": plan.warmup,
         "repeats": plan.repeats,
-        "prefill_flops": {"matmul": flops.matmul, "attention": flops.attention, "total": flops.total},
+        "prefill_flops": {
+            "matmul": flops.matmul * plan.batch_size,
+            "attention": flops.attention * plan.batch_size,
+            "total": total,
+        },
         "matmul_rates": rates.report(),
-        "rows": [_row_report(plan, row, rows[0], rates, flops.total) for row in rows],
+        "rows": [_row_report(plan, row, rows[0], rates, total) for row in rows],
     }
 
 
 def _row_report(plan: LatencyPlan, row: _Row, first: _Row, rates: MatmulRates, flops: int) -> dict[str, Any]:
     ttft = spread([run["ttft_s"] for run in row.runs])
     tpot = spread([run["tpot_s"] for run in row.runs]) if plan.output_len > 1 else None
+    prefill_s = statistics.median(run["prefill_s"] for run in row.runs)
     about = row.about
     best = rates.median(about["world_size"], about["threads_per_rank"], about["compute_dtype"])
     last = row.runs[-1]
@@ -132,18 +166,20 @@ def _row_report(plan: LatencyPlan, row: _Row, first: _Row, rates: MatmulRates, f
         **about,
         "ttft_s": ttft,
         "tpot_s": tpot,
-        "prefill_tokens_per_s": plan.input_len / ttft["median"],
-        "decode_tokens_per_s": 1 / tpot["median"] if tpot else None,
-        "flops_per_s": flops / ttft["median"],
+        "prefill_tokens_per_s": plan.batch_size * plan.input_len / prefill_s,
+        "decode_tokens_per_s": plan.batch_size / tpot["median"] if tpot else None,
+        "flops_per_s": flops / prefill_s,
         "matmul_flops_per_s": best,
-        "matmul_share": flops / ttft["median"] / best,
+        "matmul_share": flops / prefill_s / best,
         "ttft_speedup": _speedup(first, row, "ttft_s"),
         "tpot_speedup": _speedup(first, row, "tpot_s") if tpot else None,
         "same_tokens": [run["token_ids"] for run in row.runs] == [run["token_ids"] for run in first.runs],
         "bytes_sent": last.get("bytes_sent"),
         "rank_tokens": last.get("rank_tokens"),
         "rank_causal_pairs": last.get("rank_causal_pairs"),
+        "num_cached_tokens": last.get("num_cached_tokens"),
         "peak_memory_bytes": last.get("peak_memory_bytes"),
+        "rank_memory_bytes": last.get("rank_memory_bytes"),
     }
 
 

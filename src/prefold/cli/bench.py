@@ -31,8 +31,8 @@ class LatencyArgs:
     """Measure time to first token (TTFT) and time per output token (TPOT) of one prompt, or of a batch.
 
     Prompts are random token ids; the prefix cache is off unless --cached-prefix-len is given. After the
-    warm-up each repeat runs every layout once, in rotating order, so that they meet the same machine. Shown are
-    medians and extremes, FLOP/s of the prefill (counted from the model's dimensions) against matrix
+    warm-up each repeat runs every layout once, in rotating order, so that they meet the same machine. Shown
+    are medians and extremes, FLOP/s of the prefill (counted from the model's dimensions) against matrix
     multiplication measured in the same run with as many processes and threads, and what a rank sends.
 
     Attributes:
@@ -148,7 +148,7 @@ def _engine_row(args: LatencyArgs, layout: str) -> RowSpec:
         max_num_seqs=max(1, args.batch_size),  # no memory for more
         enable_prefix_caching=args.cached_prefix_len > 0,
     )
-    return RowSpec(layout, "prefold.benchmark.engine_side", setup)
+    return RowSpec(layout.strip() or describe(options), "prefold.benchmark.engine_side", setup)
 
 
 def _longest(args: LatencyArgs, max_num_batched_tokens: int | None) -> int:

@@ -16,15 +16,19 @@ def print_report(report: dict[str, Any], console: Console | None = None) -> None
     console = make_console() if console is None else console
     rows = report["rows"]
     repeats = report["repeats"]
+    cached, batch = report["cached_prefix_len"], report["batch_size"]
     console.print(
-        f"{report['model']}: {report['input_len']:,} tokens in, {report['output_len']:,} out, "
+        f"{report['model']}: "
+        + (f"{batch:,} prompts at once of " if batch > 1 else "")
+        + (f"{cached:,} cached + " if cached else "")
+        + f"{report['input_len']:,} tokens in, {report['output_len']:,} out, "
         f"medians of {repeats} repeat{'s' if repeats > 1 else ''}"
     )
     console.print()
-    console.print(_prefill_table(rows, report["prefill_flops"]))
+    console.print(_prefill_table(rows, report["prefill_flops"], batch))
     console.print()
     if report["output_len"] > 1:
-        console.print(_decode_table(rows))
+        console.print(_decode_table(rows, batch))
         console.print()
     console.print(_ranks_table(rows))
     console.print()
@@ -42,9 +46,10 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _prefill_table(rows: list[dict[str, Any]], flops: dict[str, int]) -> Table:
+def _prefill_table(rows: list[dict[str, Any]], flops: dict[str, int], batch: int) -> Table:
+    what = "Mean time to first token" if batch > 1 else "Time to first token"
     title = (
-        f"Time to first token ({_giga(flops['total'])} GFLOP: {_giga(flops['attention'])} in "
+        f"{what} ({_giga(flops['total'])} GFLOP: {_giga(flops['attention'])} in "
         f"attention, {_giga(flops['matmul'])} in everything else)"
     )
     table = _table(title, "layout", "TTFT s", "min-max", "tokens/s", "speed-up", "GFLOP/s", "of matmul")
@@ -61,8 +66,9 @@ def _prefill_table(rows: list[dict[str, Any]], flops: dict[str, int]) -> Table:
     return table
 
 
-def _decode_table(rows: list[dict[str, Any]]) -> Table:
-    table = _table("Time per output token", "layout", "TPOT ms", "min-max", "tokens/s", "speed-up")
+def _decode_table(rows: list[dict[str, Any]], batch: int) -> Table:
+    title = "Time per output token" + (f" while all {batch} prompts decode" if batch > 1 else "")
+    table = _table(title, "layout", "TPOT ms", "min-max", "tokens/s", "speed-up")
     for row in rows:
         table.add_row(
             Text(row["layout"]),
@@ -85,7 +91,7 @@ def _ranks_table(rows: list[dict[str, Any]]) -> Table:
             row["compute_dtype"],
             "-" if sent is None else f"{sum(sent.values()) / 1e6:,.1f} MB",
             "-" if memory is None else f"{memory / 1e6:,.0f} MB",
-            "-" if tokens is None else " ".join(map(str, tokens)),
+            "-" if tokens is None else _counts(tokens),
         )
     return table
 
@@ -110,6 +116,18 @@ def _print_notes(console: Console, rows: list[dict[str, Any]]) -> None:
         console.print(Text(f"Greedy tokens differ from the first row's: {', '.join(others)}"))
     else:
         console.print("All rows generated the same tokens.")
+
+
+def _counts(values: list[int]) -> str:
+    """Few values as they are, many by their extremes.
+
+    >>> _counts([7, 8]), _counts([3] * 8), _counts([3, 4, 4, 5])
+    ('7 8', '8 x 3', '4 x 3-5')
+    """
+    if len(values) <= 2:
+        return " ".join(map(str, values))
+    least, most = min(values), max(values)
+    return f"{len(values)} x {least}" + (f"-{most}" if most > least else "")
 
 
 def _extremes(values: dict[str, Any], scale: float, digits: int) -> str:
