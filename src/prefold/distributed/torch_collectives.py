@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from itertools import accumulate, pairwise
 
@@ -74,42 +75,41 @@ class TorchCollectives:
         self._calls = 0
         self._scratch: dict[tuple[str, torch.dtype], torch.Tensor] = {}
         self._free_buffers: list[torch.Tensor] = []
-        self._sends: dict[int, list[tuple[dist.Work, torch.Tensor]]] = {}
+        self._sends: dict[int, list[tuple[Callable[[], None], torch.Tensor]]] = {}
 
     def all_reduce(self, x: torch.Tensor) -> None:
         total = self._in_float32(x)
-        self._finish(dist.all_reduce(total, group=self._pg, async_op=True))
+        self._run(lambda: dist.all_reduce(total, group=self._pg, async_op=True))
         if total is not x:
             x.copy_(total)
 
     def all_gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
         rows = [out[place] for place in self._places]
-        self._finish(dist.all_gather(rows, x, group=self._pg, async_op=True))
+        self._run(lambda: dist.all_gather(rows, x, group=self._pg, async_op=True))
 
     def reduce_scatter(self, x: torch.Tensor, out: torch.Tensor) -> None:
         terms = self._in_float32(x)
         if x.is_cuda:
             total = self._buffer("reduce_scatter", out.numel(), terms)
             rows = [terms[place] for place in self._places]
-            self._finish(dist.reduce_scatter(total, rows, group=self._pg, async_op=True))
+            self._run(lambda: dist.reduce_scatter(total, rows, group=self._pg, async_op=True))
             out.copy_(total)
             return
         # gloo's own reduce-scatter is slower than its all-reduce.
         total = terms if terms is not x else self._buffer("sum", x.numel(), x).view_as(x).copy_(x)
-        self._finish(dist.all_reduce(total, group=self._pg, async_op=True))
+        self._run(lambda: dist.all_reduce(total, group=self._pg, async_op=True))
         out.copy_(total[self._rank])
 
     def broadcast(self, x: torch.Tensor, src: int) -> None:
-        self._finish(dist.broadcast(x, src=self._ranks[src], group=self._pg, async_op=True))
+        self._run(lambda: dist.broadcast(x, src=self._ranks[src], group=self._pg, async_op=True))
 
     def barrier(self) -> None:
-        self._finish(dist.barrier(group=self._pg, async_op=True))
+        self._run(lambda: dist.barrier(group=self._pg, async_op=True))
 
     def start_all_gather(self, x: torch.Tensor) -> TorchPending:
         out, give_back = self._take_buffer(len(self._ranks) * x.numel(), x)
-        work = dist.all_gather_into_tensor(out, x, group=self._pg, async_op=True)
-        parts = self._in_order(out.view(len(self._ranks), -1).unbind(0))
-        return TorchPending(self._later(work), parts, give_back)
+        finish = self._start(lambda: dist.all_gather_into_tensor(out, x, group=self._pg, async_op=True))
+        return TorchPending(finish, self._in_order(out.view(len(self._ranks), -1).unbind(0)), give_back)
 
     def start_all_to_all(
         self, x: torch.Tensor, send_counts: Sequence[int], capacity: int, receive_counts: Sequence[int] | None
@@ -128,9 +128,9 @@ class TorchCollectives:
         send = [len(segments[place]) for place in self._places]
         receive = [0 if place == self._rank else receive_counts[place] for place in self._places]
         incoming, give_back_incoming = self._take_buffer(sum(receive) * width, x)
-        rows = incoming.view(-1, width)
-        work = dist.all_to_all_single(
-            rows, outgoing.view(-1, width), receive, send, group=self._pg, async_op=True
+        rows, sent = incoming.view(-1, width), outgoing.view(-1, width)
+        finish = self._start(
+            lambda: dist.all_to_all_single(rows, sent, receive, send, group=self._pg, async_op=True)
         )
         parts = self._in_order(rows.split(receive))
         parts[self._rank] = own
@@ -139,34 +139,31 @@ class TorchCollectives:
             give_back_outgoing()
             give_back_incoming()
 
-        return TorchPending(self._later(work), parts, give_back)
+        return TorchPending(finish, parts, give_back)
 
     def send(self, x: torch.Tensor, dst: int) -> None:
         """The library reads a message when the receiver asks for it, so it gets a copy."""
         sends = self._sends.setdefault(dst, [])
         buffer = None
         if len(sends) == NUM_SENDS:
-            work, buffer = sends.pop(0)
-            self._finish_message(work, dst)
+            finish, buffer = sends.pop(0)
+            finish()
         if buffer is None or buffer.numel() < x.nbytes:
             with torch.inference_mode(False):
                 buffer = torch.empty(x.nbytes, dtype=torch.uint8, device=x.device)
         copy = buffer[: x.nbytes].view(x.dtype).copy_(x)
-        work = dist.isend(copy, self._ranks[dst], group=self._pg)
-        assert work is not None
-        sends.append((work, buffer))
+        finish = self._start(lambda: dist.isend(copy, self._ranks[dst], group=self._pg), dst)
+        sends.append((finish, buffer))
 
     def recv(self, out: torch.Tensor, src: int) -> None:
-        work = dist.irecv(out, self._ranks[src], group=self._pg)
-        assert work is not None
-        self._finish_message(work, src)
+        self._run(lambda: dist.irecv(out, self._ranks[src], group=self._pg), src)
 
     def _swap_counts(self, send_counts: Sequence[int]) -> list[int]:
         """How many rows each rank of the group sends to this one."""
         device = "cuda" if dist.get_backend(self._pg) == "nccl" else "cpu"
         sent = torch.tensor([send_counts[place] for place in self._places], device=device)
         received = torch.empty_like(sent)
-        self._finish(dist.all_to_all_single(received, sent, group=self._pg, async_op=True))
+        self._run(lambda: dist.all_to_all_single(received, sent, group=self._pg, async_op=True))
         return self._in_order(received.tolist())
 
     def _in_order(self, of_sorted: Sequence) -> list:
@@ -203,34 +200,42 @@ class TorchCollectives:
         taken = buffer
         return taken[:num_bytes].view(like.dtype), lambda: self._free_buffers.append(taken)
 
-    def _later(self, work: dist.Work | None) -> Callable[[], None]:
-        return lambda: self._finish(work)
+    def _run(self, issue: Callable[[], dist.Work | None], peer: int | None = None) -> None:
+        self._start(issue, peer)()
 
-    def _finish(self, work: dist.Work | None) -> None:
-        """Wait for `work`; RanksMissing after the time-out, or as soon as the library gives up."""
+    def _start(self, issue: Callable[[], dist.Work | None], peer: int | None = None) -> Callable[[], None]:
+        """Start a collective, or a message to or from `peer`; returns what waits for it.
+
+        RanksMissing after the time-out, or as soon as the library gives up, now or when waited for.
+        """
+        if peer is None:
+            self._calls += 1
+        call = self._calls
+        with self._naming_the_missing(call, peer):
+            work = issue()
         assert work is not None
-        self._calls += 1
+
+        def finish() -> None:
+            with self._naming_the_missing(call, peer):
+                work.wait(timedelta(seconds=self._timeout_s))
+
+        return finish
+
+    @contextmanager
+    def _naming_the_missing(self, call: int, peer: int | None) -> Iterator[None]:
         start = time.monotonic()
         try:
-            work.wait(timedelta(seconds=self._timeout_s))
+            yield
         except RuntimeError as error:
             reason = None if time.monotonic() - start >= self._timeout_s else str(error)
-            raise RanksMissing(self._who_is_missing(), reason) from error
+            missing = self._who_is_missing(call) if peer is None else [peer]
+            raise RanksMissing(missing, reason) from error
 
-    def _finish_message(self, work: dist.Work, peer: int) -> None:
-        """The same for a message to or from `peer`."""
-        start = time.monotonic()
-        try:
-            work.wait(timedelta(seconds=self._timeout_s))
-        except RuntimeError as error:
-            reason = None if time.monotonic() - start >= self._timeout_s else str(error)
-            raise RanksMissing([peer], reason) from error
-
-    def _who_is_missing(self) -> list[int]:
+    def _who_is_missing(self, call: int) -> list[int]:
         """Ranks that leave no note that they reached this call. Those that waited fail about now too."""
         if self._store is None:
             return []
-        keys = [f"{self._name}/{self._ranks}/{self._calls}/{rank}" for rank in range(len(self._ranks))]
+        keys = [f"{self._name}/{self._ranks}/{call}/{rank}" for rank in range(len(self._ranks))]
         self._store.set(keys[self._rank], "here")
         time.sleep(min(GRACE_S, self._timeout_s))
         return [rank for rank, key in enumerate(keys) if not self._store.check([key])]

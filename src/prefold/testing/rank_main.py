@@ -26,7 +26,7 @@ def main(folder: Path, rank: int, parent: int) -> int:
     torch.set_num_threads(1)
     job: RankJob = pickle.loads((folder / f"job{rank}").read_bytes())
     try:
-        result = pickle.dumps(_run(job, folder / "rendezvous"))
+        result = pickle.dumps(_run(job))
     except Exception as error:
         (folder / "error.tmp").with_suffix(f".{rank}").write_bytes(_pickled_error(rank, error))
         (folder / "error.tmp").with_suffix(f".{rank}").rename(folder / f"error{rank}")
@@ -35,12 +35,12 @@ def main(folder: Path, rank: int, parent: int) -> int:
     return 0
 
 
-def _run(job: RankJob, rendezvous: Path) -> object:
+def _run(job: RankJob) -> object:
     sys.path[:] = job.sys_path
     module = _load(job.module_name, job.module_file)
     name, args = pickle.loads(job.call)
     world_size = job.mesh.world_size
-    store = init_distributed(job.rank, world_size, f"file://{rendezvous}", timeout_s=job.collective_timeout_s)
+    store = init_distributed(job.rank, world_size, job.rendezvous, timeout_s=job.collective_timeout_s)
     groups = make_groups(
         job.mesh,
         job.rank,

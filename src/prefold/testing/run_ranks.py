@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import socket
 import subprocess
 import sys
 import tempfile
@@ -47,6 +48,7 @@ class RankJob:
     collective_timeout_s: float
     piece_bytes: int | None
     nnodes: int
+    rendezvous: str
     module_name: str
     module_file: str
     sys_path: list[str]
@@ -82,7 +84,8 @@ def run_ranks(
         transport: "shm" or "gloo".
         timeout_s: for all of it, start of the processes included.
         collective_timeout_s: for each collective; default `timeout_s`.
-        piece_bytes, nnodes: see `make_groups`; the nodes are all this one.
+        piece_bytes: see `make_groups`.
+        nnodes: as if the ranks were on so many hosts; they meet over TCP then.
     """
     if world_size % tp:
         raise ValueError(f"world_size={world_size} is not a multiple of tp={tp}")
@@ -95,6 +98,7 @@ def run_ranks(
     call = pickle.dumps((fn.__qualname__, args))
     with tempfile.TemporaryDirectory(prefix="prefold-ranks-") as name:
         folder = Path(name)
+        rendezvous = f"file://{folder}/rendezvous" if nnodes == 1 else f"tcp://127.0.0.1:{_free_port()}"
         for rank in range(world_size):
             job = RankJob(
                 rank=rank,
@@ -103,6 +107,7 @@ def run_ranks(
                 collective_timeout_s=collective_timeout_s or timeout_s,
                 piece_bytes=piece_bytes,
                 nnodes=nnodes,
+                rendezvous=rendezvous,
                 module_name=module.__name__,
                 module_file=str(Path(str(module.__file__)).resolve()),
                 sys_path=sys.path,
@@ -120,6 +125,12 @@ def run_ranks(
             for process in processes:
                 process.wait()
         return [pickle.loads((folder / f"result{rank}").read_bytes()) for rank in range(world_size)]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def _start(folder: Path, rank: int) -> subprocess.Popen:
