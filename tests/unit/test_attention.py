@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from prefold.attention.backend import Queries
 from prefold.attention.lse import merge_
 from prefold.attention.torch_backend import CAUSAL_ROW_BLOCK, KEY_BLOCK, ROW_BLOCK, SLACK, TorchBackend
-from prefold.attention.walk import RequestWork, Run, Segment, segments_after_gather, segments_before_gather
+from prefold.attention.walk import Run, Segment, others_segments, own_segments, prefix_segments
 from prefold.distributed.pcp_layout import partition
 from prefold.workspace import Workspace
 
@@ -312,16 +312,11 @@ def test_parts_of_an_attention_merge_to_the_whole():
 # ---------------------------------------------------------------- segments
 
 
-def pairs_of(work: RequestWork, segments: Sequence[Segment]) -> Counter[tuple[int, int]]:
+def pairs_of(positions: Sequence[int], segments: Sequence[Segment]) -> Counter[tuple[int, int]]:
     """(query position, key position) pairs that the segments attend to, with their number."""
-    positions = [p for run in work.runs for p in range(run.start, run.end)]
     pairs: Counter[tuple[int, int]] = Counter()
     for segment in segments:
-        if segment.local_offset is not None:
-            local = segment.local_offset - work.offset
-            assert positions[local : local + segment.end - segment.start] == [
-                *range(segment.start, segment.end)
-            ]
+        assert segment.start < segment.end
         if segment.causal:
             assert positions[segment.first_query] == segment.start
             square = range(segment.start, segment.end)
@@ -335,19 +330,16 @@ def pairs_of(work: RequestWork, segments: Sequence[Segment]) -> Counter[tuple[in
     return pairs
 
 
-def check_segments(work: RequestWork) -> None:
-    before, after = segments_before_gather(work), segments_after_gather(work)
-    positions = [p for run in work.runs for p in range(run.start, run.end)]
+def check_segments(runs: Sequence[Run], num_computed: int) -> None:
+    own, others = own_segments(runs), others_segments(runs, num_computed)
+    positions = [p for run in runs for p in range(run.start, run.end)]
+    context = [Segment(0, num_computed, 0)] if num_computed else []
     expected = Counter((q, k) for q in positions for k in range(q + 1))
-    assert pairs_of(work, [*before, *after]) == expected
-    for segment in before:  # nothing that another rank computes in this step
-        assert segment.end <= work.num_computed or segment.local_offset is not None
-    for segment in after:
-        assert segment.local_offset is None
+    assert pairs_of(positions, [*context, *own, *others]) == expected
+    assert [(s.start, s.end) for s in own] == [(run.start, run.end) for run in runs]
+    for segment in others:
         assert not {*range(segment.start, segment.end)} & {*positions}
-        assert segment.start >= work.num_computed
-    for segment in (*before, *after):
-        assert segment.start < segment.end
+        assert segment.start >= num_computed
 
 
 @given(
@@ -370,7 +362,7 @@ def test_segments_cover_the_causal_pairs_of_the_partition(
             runs.append(Run(s, e, start))
             start += e - s
         if runs:
-            check_segments(RequestWork(tuple(runs), num_computed, torch.empty(0)))
+            check_segments(runs, num_computed)
             covered += start - offset
     assert covered == num_scheduled
 
@@ -383,8 +375,18 @@ def test_segments_of_any_runs(widths: list[int], computed_at: int, offset: int):
     num_computed = edges[min(computed_at, len(edges) - 2)]
     free = [e for e in edges if e >= num_computed]
     for i in range(len(free) - 1):
-        check_segments(RequestWork((Run(free[i], free[i + 1], offset),), num_computed, torch.empty(0)))
+        check_segments([Run(free[i], free[i + 1], offset)], num_computed)
         for j in range(i + 1, len(free) - 1):
             first = Run(free[i], free[i + 1], offset)
             second = Run(free[j], free[j + 1], offset + first.end - first.start)
-            check_segments(RequestWork((first, second), num_computed, torch.empty(0)))
+            check_segments([first, second], num_computed)
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=6).map(sorted))
+@settings(max_examples=100, deadline=None)
+def test_prefixes_of_any_lengths(lengths: list[int]):
+    """Each query sees its own number of keys, in segments that several queries share."""
+    segments = prefix_segments(lengths)
+    pairs = pairs_of(range(len(lengths)), segments)
+    assert pairs == Counter((q, k) for q, length in enumerate(lengths) for k in range(length))
+    assert sum(s.end - s.start for s in segments) == lengths[-1]

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prefold.kv_ownership import KVOwnership
 from prefold.request import SamplingParams
 from prefold.step import CachedRequestData, NewRequestData, SchedulerOutput
 from prefold.worker.global_batch import GlobalBatch
@@ -15,6 +16,7 @@ from prefold.worker.pcp_manager import ExchangeLayout
 from prefold.worker.request_states import RequestStates
 
 B = 4
+ONE_RANK = KVOwnership(B)
 
 
 def new(name: str, tokens: list[int], blocks: list[int], computed: int = 0, **fields: int) -> NewRequestData:
@@ -123,7 +125,7 @@ def test_batch_against_plain_python(requests: list[tuple[int, int, int]], block_
     scheduled = {f"r{i}": requests[i][1] for i in order}
     output = step(scheduled, added)
     states.apply(output)
-    batch = GlobalBatch.build(states, output, block_size)
+    batch = GlobalBatch.build(states, output, KVOwnership(block_size), 0)
 
     expected_tokens, expected_positions, expected_slots, starts = [], [], [], [0]
     for name, count in scheduled.items():
@@ -153,14 +155,14 @@ def test_class_is_state_and_not_shape():
     ]
     output = step({data.request_id: 1 for data in added}, added)
     states.apply(output)
-    batch = GlobalBatch.build(states, output, B)
+    batch = GlobalBatch.build(states, output, ONE_RANK, 0)
     assert batch.is_prefill.tolist() == [True, True, False, True]
     assert batch.sampled.tolist() == [0, 1, 2, 3]
 
 
 def test_no_requests():
     states = RequestStates(2, 40, B)
-    batch = GlobalBatch.build(states, step({}), B)
+    batch = GlobalBatch.build(states, step({}), ONE_RANK, 0)
     assert batch.query_start_loc.tolist() == [0]
     assert batch.token_ids.size == batch.slot_mapping.size == batch.sampled.size == 0
 
@@ -169,10 +171,10 @@ def test_what_must_never_happen_is_noticed():
     states = RequestStates(2, 40, B)
     states.apply(step({}, [new("a", [1] * 6, [3])]))
     with pytest.raises(AssertionError, match="no block"):
-        GlobalBatch.build(states, step({"a": 5}), B)
+        GlobalBatch.build(states, step({"a": 5}), ONE_RANK, 0)
     states.apply(step({}, [new("b", [1] * 3, [4])]))
     with pytest.raises(AssertionError, match="known tokens"):
-        GlobalBatch.build(states, step({"b": 4}), B)
+        GlobalBatch.build(states, step({"b": 4}), ONE_RANK, 0)
     with pytest.raises(AssertionError):
         states.apply(step({}, [new("a", [1], [5])]))
 

@@ -43,8 +43,8 @@ class AttentionBackend(Protocol):
     """A kernel: rectangles (every query sees every key) and squares on the causal diagonal, summed
     up in a state per request. `Any` is the kernel's own state."""
 
-    def start(self, queries: Sequence[Queries], scale: float) -> list[Any]:
-        """Empty states for the queries of a layer; those of the last call are lost."""
+    def start(self, queries: Sequence[Queries], scale: float, name: str = "attention") -> list[Any]:
+        """Empty states for queries; those of the last call of the same name are lost."""
         ...
 
     def keys(self, num_kv_heads: int, num_keys: int, qk_dim: int) -> torch.Tensor:
@@ -70,8 +70,8 @@ class AttentionBackend(Protocol):
         ...
 
     def finish(self, state: Any, out: torch.Tensor) -> None:
-        """Write the result to out [num_tokens, num_heads, v_dim], 0 for tokens that saw no key.
-        The state is used up."""
+        """Write the result to out [num_tokens, num_heads, v_dim] (heads and elements may be strided), 0
+        for tokens that saw no key. The state is used up."""
         ...
 
     def lse(self, state: Any) -> torch.Tensor:

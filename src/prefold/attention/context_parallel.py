@@ -1,53 +1,34 @@
-"""Attention of a step under prefill context parallelism: gather, write, walk.
+"""Attention of a step under context parallelism: publish new KV, attend, collect, attend to the rest.
 
-Per layer, the new KV of prefill tokens is published to the PCP group as soon as it exists. While
-it travels, each rank attends to what it has: the cached context and its own new tokens. Then the
-others' tokens are written to the paged cache and attended to. Decode tokens live on one owner
-rank; their KV joins the other replicas once, at the end of the step (worker/pcp_manager.py).
+Per layer, the new KV of prefill tokens is published to the PCP group as soon as it exists. While it
+travels, each rank attends to what it has: its own new tokens and cached context. When it has arrived it
+lies in one buffer in the order of the global batch: from there a rank writes what it holds to its cache,
+and attends to the other ranks' new tokens, whoever holds them.
+
+What the cache holds for a rank depends on the layout (everything, or a shard), and so does how
+context is attended (attention.context_ways); here are only the order of events and the two decode forms:
+tokens that one rank computes, whose KV reaches other replicas once per step (worker/pcp_manager.py), and
+tokens that all ranks of a DCP group compute (attention.shared_decode).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import accumulate
+from collections.abc import Mapping
 
 import torch
 
-from prefold.attention.backend import AttentionBackend, Queries
-from prefold.attention.mla import KVProjection, prefer_absorbed
-from prefold.attention.walk import (
-    RequestWork,
-    Segment,
-    Walk,
-    Walker,
-    segments_after_gather,
-    segments_before_gather,
-)
+from prefold.attention.backend import AttentionBackend
+from prefold.attention.kv_tiles import KVTiles
+from prefold.attention.mla import KVProjection
+from prefold.attention.plan import RequestWork, Rows, StepPlan
+from prefold.attention.queries import LayerQueries
+from prefold.attention.shared_decode import SharedDecode
+from prefold.attention.travel import TravelTools, Trip
+from prefold.attention.walk import CacheReader, Walk, Walker, rows_of
 from prefold.config import MLAConfig
-from prefold.distributed.group import Group
+from prefold.distributed.group import Gather, Group
+from prefold.kv_ownership import KVOwnership
 from prefold.workspace import Workspace
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """What attention must know of a step, equal in meaning on all ranks, built by PCPManager.
-
-    Attributes:
-        prefill, decode: this rank's requests; prefill tokens come first in the local batch.
-        num_prefill_tokens: this rank's.
-        num_tokens: this rank's, prefill and decode.
-        gather_tokens: prefill tokens of the fullest rank: the length every rank sends.
-        gather_slots: per PCP rank, cache slots of its prefill tokens, [num_tokens of that rank] int64.
-        decode_slots: per PCP rank, cache slots of its decode tokens, int64.
-    """
-
-    prefill: tuple[RequestWork, ...]
-    decode: tuple[RequestWork, ...]
-    num_prefill_tokens: int
-    num_tokens: int
-    gather_tokens: int
-    gather_slots: tuple[torch.Tensor, ...]
-    decode_slots: tuple[torch.Tensor, ...]
 
 
 class ContextParallelAttention:
@@ -55,7 +36,8 @@ class ContextParallelAttention:
 
     Args:
         kv_cache: [num_layers, num_blocks, block_size, token_dim] in the cache's dtype.
-        pcp_group: collective over the ranks that split the prompt.
+        groups: this rank's; used are pcp, dcp, dcp_pcp and dcp_tp.
+        ownership: which rank of the DCP group holds which token.
         tile_tokens: keys that are read and projected at a time.
         compute_dtype: dtype of projections and of the result.
     """
@@ -65,7 +47,8 @@ class ContextParallelAttention:
         mla: MLAConfig,
         scale: float,
         kv_cache: torch.Tensor,
-        pcp_group: Group,
+        groups: Mapping[str, Group],
+        ownership: KVOwnership,
         backend: AttentionBackend,
         workspace: Workspace,
         tile_tokens: int,
@@ -74,10 +57,14 @@ class ContextParallelAttention:
         self._mla = mla
         self._scale = scale
         self._kv_cache = kv_cache
-        self._pcp_group = pcp_group
+        self._groups = groups
+        # Queries travel to the ranks that hold other parts of the context: other shards, or else
+        # replicas, of which each takes a slice.
+        self._travel_group = groups["pcp" if ownership.dcp_size == 1 else "dcp"]
+        self._heads_differ = ownership.dcp_size > groups["pcp"].size
         self._backend = backend
         self._workspace = workspace
-        self._tile_tokens = tile_tokens
+        self._walker = Walker(backend, tile_tokens)
         self._compute_dtype = compute_dtype
         self._plan: StepPlan | None = None
 
@@ -93,32 +80,37 @@ class ContextParallelAttention:
         assert plan is not None
         assert q.shape[0] == plan.num_tokens, (q.shape, plan.num_tokens)
         cache = self._kv_cache[layer_idx]
-        slots = cache.view(-1, cache.shape[-1])
-        new_kv = self._to_cache_dtype(kv, plan)
-        gather = None
-        if plan.gather_tokens > 0:
-            gather = self._pcp_group.start_all_gather(new_kv[: plan.gather_tokens])
-        own_decode = new_kv[plan.num_prefill_tokens : plan.num_tokens]
-        slots.index_copy_(0, plan.decode_slots[self._pcp_group.rank], own_decode)
-
         projection = KVProjection(self._mla, w_uk, w_uv, self._compute_dtype, self._backend, self._workspace)
-        walker = Walker(self._backend, self._workspace, cache, new_kv, self._tile_tokens)
-        layer = _LayerQueries(plan, projection, q, self._scale, self._backend, self._workspace)
-        for walk in layer.prefill:
-            walker.run(walk, segments_before_gather(walk.work))
-        for walk in layer.decode:
-            walker.run(walk, [Segment(0, walk.work.num_keys, 0)])
-        if gather is not None:
-            for rank_slots, rank_kv in zip(plan.gather_slots, gather.wait(), strict=True):
-                slots.index_copy_(0, rank_slots, rank_kv[: rank_slots.shape[0]])
-            gather.release()
-        for walk in layer.prefill:
-            walker.run(walk, segments_after_gather(walk.work))
-        out = self._workspace.get(
-            "attention.out", (q.shape[0], q.shape[1] * self._mla.v_head_dim), self._compute_dtype
+        reader = CacheReader(cache, self._workspace)
+        new_kv = self._to_cache_dtype(kv, plan)
+        gather = self._groups["pcp"].start_all_gather(new_kv[: plan.gather_tokens])
+        self._write(cache, new_kv[plan.num_prefill_tokens : plan.num_tokens], plan.write_decode)
+        trips = self._trips(plan, q, projection, reader)
+        for trip in trips[:1]:
+            trip.send()
+        decode = self._start_decode(plan, q, projection, reader)
+
+        requests = [(work.tokens, work.absorbed) for work in plan.works]
+        queries = LayerQueries(
+            q, requests, projection, self._scale, self._backend, self._workspace, "attention"
         )
-        layer.finish(out)
-        return out
+        for work, walk in zip(plan.works, queries.walks):
+            self._walk_in_place(work, walk, new_kv, reader)
+        self._kv_tiles(plan, reader).run(queries.walks)
+        out = self._workspace.get("attention.out", (*q.shape[:2], self._mla.v_head_dim), self._compute_dtype)
+        if decode is not None:
+            decode.attend(out[plan.num_prefill_tokens :])
+        for trip in trips[:1]:
+            trip.attend()
+
+        all_new = self._collect(gather, plan)
+        self._write(cache, all_new, plan.write_new)
+        for trip in trips[:1]:
+            trip.send_back()
+        for work, walk in zip(plan.works, queries.walks):
+            self._walker.run(walk, work.others, rows_of(all_new, -work.first_new_row))
+        self._finish(plan, queries, trips, out)
+        return out.view(q.shape[0], q.shape[1] * self._mla.v_head_dim)
 
     def _to_cache_dtype(self, kv: torch.Tensor, plan: StepPlan) -> torch.Tensor:
         """New KV in the cache's dtype, with room for the rows that pad the gather."""
@@ -127,65 +119,86 @@ class ContextParallelAttention:
         new_kv[: plan.num_tokens].copy_(kv)
         return new_kv
 
+    def _trips(
+        self, plan: StepPlan, q: torch.Tensor, projection: KVProjection, reader: CacheReader
+    ) -> list[Trip]:
+        """One per piece of travelling queries."""
+        tools = TravelTools(
+            group=self._travel_group,
+            absorbed=self._heads_differ,
+            projection=projection,
+            scale=self._scale,
+            reader=reader,
+            walker=self._walker,
+            backend=self._backend,
+            workspace=self._workspace,
+        )
+        return [Trip(piece, tools, q) for piece in plan.travel]
 
-class _LayerQueries:
-    """One layer's queries, each request in the form that is cheaper for it.
+    def _start_decode(
+        self, plan: StepPlan, q: torch.Tensor, projection: KVProjection, reader: CacheReader
+    ) -> SharedDecode | None:
+        """The decode tokens of a sharded cache, with their queries on the way."""
+        if not plan.shared_decode:
+            return None
+        decode = SharedDecode(
+            plan.shared_decode,
+            self._groups["dcp_tp"],
+            self._groups["dcp_pcp"],
+            projection,
+            self._scale,
+            reader,
+            self._walker,
+            self._backend,
+            self._workspace,
+        )
+        decode.send(q[plan.num_prefill_tokens :])
+        return decode
 
-    Long prefills are up-projected; short extends and decode tokens are absorbed. Absorbed tokens
-    have rows of their own in `latent_q` and `latent_out`.
-    """
-
-    def __init__(
-        self,
-        plan: StepPlan,
-        projection: KVProjection,
-        q: torch.Tensor,
-        scale: float,
-        backend: AttentionBackend,
-        workspace: Workspace,
+    def _walk_in_place(
+        self, work: RequestWork, walk: Walk, new_kv: torch.Tensor, reader: CacheReader
     ) -> None:
-        mla = projection.mla
-        self._projection = projection
-        self._backend = backend
-        works = (*plan.prefill, *plan.decode)
-        absorbed = [prefer_absorbed(mla, w.num_queries, w.num_keys) for w in plan.prefill]
-        absorbed += [True] * len(plan.decode)
-        # Decode tokens are neighbours in both batches: one projection serves them all.
-        runs = [w.tokens for w, is_absorbed in zip(plan.prefill, absorbed) if is_absorbed]
-        runs.append(slice(plan.num_prefill_tokens, plan.num_tokens))
-        ends = list(accumulate(run.stop - run.start for run in runs))
-        starts = [0, *ends[:-1]]
-        self._absorbed = [(run, slice(*own)) for run, *own in zip(runs, starts, ends) if run.stop > run.start]
-        shape = (ends[-1], q.shape[1])
-        latent_q = workspace.get("attention.latent_q", (*shape, mla.token_dim), torch.float32)
-        self._latent_out = workspace.get("attention.latent_out", (*shape, mla.kv_lora_rank), torch.float32)
-        for run, own in self._absorbed:
-            projection.absorb(q[run], latent_q[own])
+        """What needs nothing of others: own new tokens, and cached ones."""
+        for run, segment in zip(work.runs, work.own):
+            self._walker.run(walk, [segment], rows_of(new_kv, run.start - run.offset))
+        self._walker.run(walk, work.cached, reader.request(work.block_ids))
 
-        queries: list[Queries] = []
-        self._own_rows: list[slice | None] = []
-        start = 0
-        for work, is_absorbed in zip(works, absorbed):
-            if is_absorbed:
-                own = slice(start, start + work.num_queries)
-                start = own.stop
-                queries.append(Queries(latent_q[own], 1, mla.kv_lora_rank))
-                self._own_rows.append(own)
-            else:
-                queries.append(Queries(q[work.tokens], q.shape[1], mla.v_head_dim))
-                self._own_rows.append(None)
-        walks = [
-            Walk(work, state, projection.latent_keys_values if is_absorbed else projection.head_keys_values)
-            for work, state, is_absorbed in zip(works, backend.start(queries, scale), absorbed)
-        ]
-        self.prefill, self.decode = walks[: len(plan.prefill)], walks[len(plan.prefill) :]
+    def _kv_tiles(self, plan: StepPlan, reader: CacheReader) -> KVTiles:
+        return KVTiles(
+            plan.kv_tiles,
+            self._groups["dcp"],
+            self._kv_cache.shape[-1],
+            self._kv_cache.dtype,
+            reader,
+            self._backend,
+            self._workspace,
+        )
 
-    def finish(self, out: torch.Tensor) -> None:
-        """Write all results to `out` [num_tokens, num_heads * v]."""
-        num_tokens, v_dim = out.shape[0], self._projection.mla.v_head_dim
-        by_head = out.view(num_tokens, out.shape[1] // v_dim, v_dim)  # there may be no tokens: no -1
-        for walk, own in zip((*self.prefill, *self.decode), self._own_rows):
-            target = by_head[walk.work.tokens] if own is None else self._latent_out[own]
-            self._backend.finish(walk.state, target)
-        for run, own in self._absorbed:
-            self._projection.unabsorb(self._latent_out[own], out[run])
+    def _collect(self, gather: Gather, plan: StepPlan) -> torch.Tensor:
+        """The step's new prefill tokens in the global batch's order, [num_new_tokens, token_dim]."""
+        shape = (plan.num_new_tokens, self._kv_cache.shape[-1])
+        all_new = self._workspace.get("attention.all_new", shape, self._kv_cache.dtype)
+        for rows, part in zip(plan.new_rows, gather.wait(), strict=True):
+            all_new.index_copy_(0, rows, part[: len(rows)])
+        gather.release()
+        return all_new
+
+    def _write(self, cache: torch.Tensor, latents: torch.Tensor, copy: Rows) -> None:
+        """Copy rows of `latents` to slots of one layer's cache."""
+        shape = (len(copy.rows), latents.shape[1])
+        rows = self._workspace.get("attention.written", shape, latents.dtype)
+        torch.index_select(latents, 0, copy.rows, out=rows)
+        cache.view(-1, cache.shape[-1]).index_copy_(0, copy.slots, rows)
+
+    def _finish(self, plan: StepPlan, queries: LayerQueries, trips: list[Trip], out: torch.Tensor) -> None:
+        """Write the results of this rank's own queries, joined with what they have brought from others."""
+        lse = self._workspace.get("attention.lse", out.shape[:2], torch.float32)
+        queries.lse(lse, [i for i, work in enumerate(plan.works) if work.travels])
+        queries.finish(out)
+        for trip in trips[:1]:
+            trip.merge(out, lse)
+        for trip in trips[1:]:
+            trip.send()
+            trip.attend()
+            trip.send_back()
+            trip.merge(out, lse)

@@ -11,26 +11,38 @@ depends on how many queries share a key: `prefer_absorbed`.
 
 from __future__ import annotations
 
+from typing import TypeVar
+
+import numpy as np
 import torch
 
 from prefold.attention.backend import AttentionBackend
 from prefold.config import MLAConfig
 from prefold.workspace import Workspace
 
+Count = TypeVar("Count", int, np.ndarray)
+
+
+def form_costs(mla: MLAConfig, num_queries: Count, num_keys: Count) -> tuple[Count, Count]:
+    """Multiplications per head of (the up-projected form, the absorbed form), numbers or arrays.
+
+    Counts up-projecting every key against absorbing every query, plus the pairs.
+    """
+    projection = mla.kv_lora_rank * (mla.qk_nope_head_dim + mla.v_head_dim)
+    pairs = num_queries * num_keys
+    up_projected = num_keys * projection + pairs * (mla.qk_head_dim + mla.v_head_dim)
+    absorbed = num_queries * projection + pairs * (mla.token_dim + mla.kv_lora_rank)
+    return up_projected, absorbed
+
 
 def prefer_absorbed(mla: MLAConfig, num_queries: int, num_keys: int) -> bool:
     """Whether the absorbed form needs fewer multiplications for one request and step.
-
-    Counts, per head: up-projecting every key against absorbing every query, plus the pairs.
 
     >>> mla = MLAConfig(None, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
     >>> prefer_absorbed(mla, 1, 4096), prefer_absorbed(mla, 4096, 4096)
     (True, False)
     """
-    per_projection = mla.kv_lora_rank * (mla.qk_nope_head_dim + mla.v_head_dim)
-    pairs = num_queries * num_keys
-    up_projected = num_keys * per_projection + pairs * (mla.qk_head_dim + mla.v_head_dim)
-    absorbed = num_queries * per_projection + pairs * (mla.token_dim + mla.kv_lora_rank)
+    up_projected, absorbed = form_costs(mla, num_queries, num_keys)
     return absorbed < up_projected
 
 
@@ -71,10 +83,10 @@ class KVProjection:
         out[..., mla.kv_lora_rank :].copy_(q[..., mla.qk_nope_head_dim :])
 
     def unabsorb(self, attended: torch.Tensor, out: torch.Tensor) -> None:
-        """Attended latents to values: [n, num_heads, kv_lora_rank] -> out [n, num_heads * v]."""
+        """Attended latents to values: [n, num_heads, kv_lora_rank] -> out [n, num_heads, v]."""
         latent = attended.transpose(0, 1).to(self._w_uv.dtype)
         values = torch.bmm(latent, self._w_uv.transpose(1, 2))
-        out.view(-1, *values.shape[::2]).copy_(values.transpose(0, 1))
+        out.copy_(values.transpose(0, 1))
 
     def latent_keys_values(self, latent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[n, token_dim] -> k, v for one KV head: the values are the head of the keys."""

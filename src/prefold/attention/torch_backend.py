@@ -61,13 +61,13 @@ class TorchBackend:
         ones = torch.ones(CAUSAL_ROW_BLOCK, CAUSAL_ROW_BLOCK, device=device)
         self._future = torch.zeros_like(ones).masked_fill_(ones.triu(1) > 0, -math.inf)
 
-    def start(self, queries: Sequence[Queries], scale: float) -> list[SoftmaxState]:
-        """Empty states for the queries of a layer; those of the last call are lost."""
+    def start(self, queries: Sequence[Queries], scale: float, name: str = "attention") -> list[SoftmaxState]:
+        """See AttentionBackend.start."""
         shapes = [(x.num_kv_heads, x.q.shape[0] * x.q.shape[1] // x.num_kv_heads) for x in queries]
         widths = [_aligned(x.q.shape[2] + 1) for x in queries]
-        all_q = self._carve("q", [(*s, w) for s, w in zip(shapes, widths)])
-        all_out = self._carve("sums", [(*s, x.v_dim) for s, x in zip(shapes, queries)])
-        all_denominators = self._carve("denominators", shapes)
+        all_q = self._carve(f"{name}.state.q", [(*s, w) for s, w in zip(shapes, widths)])
+        all_out = self._carve(f"{name}.state.sums", [(*s, x.v_dim) for s, x in zip(shapes, queries)])
+        all_denominators = self._carve(f"{name}.state.denominators", shapes)
         states = []
         for x, q, out, denominator in zip(queries, all_q, all_out, all_denominators):
             num_tokens, num_heads, qk_dim = x.q.shape
@@ -182,7 +182,7 @@ class TorchBackend:
     def _carve(self, name: str, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
         """Contiguous float32 tensors of `shapes`, side by side in one buffer."""
         sizes = [math.prod(shape) for shape in shapes]
-        flat = self._workspace.get(f"attention.{name}", (sum(sizes),), torch.float32)
+        flat = self._workspace.get(name, (sum(sizes),), torch.float32)
         parts = torch.split(flat, sizes)
         return [part.view(shape) for part, shape in zip(parts, shapes)]
 

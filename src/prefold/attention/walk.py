@@ -1,21 +1,25 @@
-"""The walk of a request's queries over its keys, tile by tile.
+"""The walk of queries over keys, tile by tile.
 
-A request's local tokens are one or two runs of ascending positions (DualChunkSwap). For keys that
-lie outside the rank's own runs, the queries that see them are a suffix of the local queries, and
-they see all of them; only a rank's own tokens meet on the causal diagonal. So the walk needs just
-two shapes: rectangles and squares. Both runs share one walk: a tile is read and up-projected once.
+A request's local tokens are one or two runs of ascending positions (DualChunkSwap). Keys outside the
+rank's own runs are seen by a suffix of the local queries, and by all of that suffix; only a rank's own
+tokens meet on the causal diagonal. So a walk needs just two shapes, rectangles and squares, whatever
+the keys are: new tokens of this rank, new tokens of others, or any part of the cached context.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 from prefold.attention.backend import AttentionBackend
 from prefold.workspace import Workspace
+
+Latents = Callable[[int, int], torch.Tensor]
+"""Where keys come from: latents of keys [start, end) of a request, [end - start, token_dim]."""
 
 
 @dataclass(frozen=True)
@@ -28,78 +32,90 @@ class Run:
     offset: int
 
 
-@dataclass(frozen=True, eq=False)
-class RequestWork:
-    """One request's share of this rank's step.
-
-    Attributes:
-        runs: one or two, ascending, consecutive in the local batch.
-        num_computed: tokens in the cache before the step.
-        block_ids: [num_blocks] int64, blocks of the request's tokens up to the step's last.
-    """
-
-    runs: tuple[Run, ...]
-    num_computed: int
-    block_ids: torch.Tensor
-
-    @property
-    def offset(self) -> int:
-        return self.runs[0].offset
-
-    @property
-    def num_queries(self) -> int:
-        return sum(run.end - run.start for run in self.runs)
-
-    @property
-    def tokens(self) -> slice:
-        """Of the local batch."""
-        return slice(self.offset, self.offset + self.num_queries)
-
-    @property
-    def num_keys(self) -> int:
-        return self.runs[-1].end
-
-
 @dataclass(frozen=True)
 class Segment:
-    """Keys at positions [start, end) that the queries from `first_query` on attend to.
+    """Keys [start, end) that the queries from `first_query` on attend to.
 
-    `local_offset` is the local token of the first key if the keys are this rank's own new tokens,
-    None if they are read from the cache. `causal`: query first_query + i has position start + i.
+    `causal`: query first_query + i is the token of key start + i, and later keys are in its future.
     """
 
     start: int
     end: int
     first_query: int
-    local_offset: int | None = None
     causal: bool = False
 
 
-def segments_before_gather(work: RequestWork) -> list[Segment]:
-    """What a rank can attend to without the others: the cached context and its own new tokens.
+def own_segments(runs: Sequence[Run]) -> tuple[Segment, ...]:
+    """The rank's own new tokens, by position: one segment per run.
 
-    >>> work = RequestWork((Run(4, 6, 0), Run(10, 12, 2)), num_computed=4, block_ids=torch.arange(3))
-    >>> [(s.start, s.end, s.first_query, s.causal) for s in segments_before_gather(work)]
-    [(0, 4, 0, False), (4, 6, 0, True), (10, 12, 2, True)]
-    >>> [(s.start, s.end, s.first_query, s.causal) for s in segments_after_gather(work)]
+    >>> runs = (Run(4, 6, 0), Run(10, 12, 2))
+    >>> [(s.start, s.end, s.first_query, s.causal) for s in own_segments(runs)]
+    [(4, 6, 0, True), (10, 12, 2, True)]
+    >>> [(s.start, s.end, s.first_query, s.causal) for s in others_segments(runs, num_computed=4)]
     [(6, 10, 2, False)]
     """
-    segments = []
-    if work.num_computed > 0:
-        segments.append(Segment(0, work.num_computed, 0))
-    segments += [Segment(r.start, r.end, r.offset - work.offset, r.offset, causal=True) for r in work.runs]
-    return segments
+    first = runs[0].offset
+    return tuple(Segment(run.start, run.end, run.offset - first, causal=True) for run in runs)
 
 
-def segments_after_gather(work: RequestWork) -> list[Segment]:
-    """The other ranks' new tokens that lie before this rank's, from the cache."""
+def others_segments(runs: Sequence[Run], num_computed: int) -> tuple[Segment, ...]:
+    """The other ranks' new tokens that lie before this rank's, by position."""
     segments = []
-    position = work.num_computed
-    for run in work.runs:
+    position = num_computed
+    for run in runs:
         if position < run.start:
-            segments.append(Segment(position, run.start, run.offset - work.offset))
+            segments.append(Segment(position, run.start, run.offset - runs[0].offset))
         position = run.end
-    return segments
+    return tuple(segments)
+
+
+def prefix_segments(lengths: Sequence[int]) -> tuple[Segment, ...]:
+    """Query i attends to the first `lengths[i]` keys; lengths never fall from query to query.
+
+    Three tokens of a request whose keys are spread over ranks, of which this one holds 4, 5 and 5:
+
+    >>> [(s.start, s.end, s.first_query) for s in prefix_segments([4, 5, 5])]
+    [(0, 4, 0), (4, 5, 1)]
+    """
+    edges = pairwise((0, *lengths))
+    return tuple(Segment(start, end, query) for query, (start, end) in enumerate(edges) if start < end)
+
+
+def rows_of(latents: torch.Tensor, first: int) -> Latents:
+    """Keys that lie in the rows of a tensor: key i is row i - first."""
+    return lambda start, end: latents[start - first : end - first]
+
+
+class CacheReader:
+    """Reads one layer's latents out of a rank's paged cache.
+
+    Args:
+        cache: [num_blocks, block_size, token_dim].
+    """
+
+    def __init__(self, cache: torch.Tensor, workspace: Workspace) -> None:
+        self._cache = cache
+        self._workspace = workspace
+
+    def request(self, block_ids: torch.Tensor) -> Latents:
+        """The tokens that this rank holds of a request, numbered as they lie in its blocks.
+
+        Args:
+            block_ids: [>= number of blocks] int64.
+
+        What is read is valid until the next read, of whatever request.
+        """
+
+        def read(start: int, end: int) -> torch.Tensor:
+            block_size, token_dim = self._cache.shape[1:]
+            first, last = start // block_size, (end - 1) // block_size + 1
+            shape = (last - first, block_size, token_dim)
+            tile = self._workspace.get("attention.tile", shape, self._cache.dtype)
+            torch.index_select(self._cache, 0, block_ids[first:last], out=tile)
+            skipped = start - first * block_size
+            return tile.view(-1, token_dim)[skipped : skipped + end - start]
+
+        return read
 
 
 @dataclass(frozen=True)
@@ -107,66 +123,44 @@ class Walk:
     """A request's queries of one layer on their way over the keys.
 
     Attributes:
+        tokens: of the batch that the queries are part of.
         state: the backend's running softmax of the queries.
         keys_values: turns latents [n, token_dim] into the keys and values that they attend to.
     """
 
-    work: RequestWork
+    tokens: slice
     state: Any
     keys_values: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
+    @property
+    def num_queries(self) -> int:
+        return self.tokens.stop - self.tokens.start
+
 
 class Walker:
-    """Runs walks over one layer's latents.
+    """Runs walks.
 
     Args:
-        cache: [num_blocks, block_size, token_dim].
-        new_kv: [num_tokens, token_dim], this rank's new tokens.
         tile_tokens: keys that are read and projected at a time.
     """
 
-    def __init__(
-        self,
-        backend: AttentionBackend,
-        workspace: Workspace,
-        cache: torch.Tensor,
-        new_kv: torch.Tensor,
-        tile_tokens: int,
-    ) -> None:
+    def __init__(self, backend: AttentionBackend, tile_tokens: int) -> None:
         self._backend = backend
-        self._workspace = workspace
-        self._cache = cache
-        self._new_kv = new_kv
         self._tile_tokens = tile_tokens
 
-    def run(self, walk: Walk, segments: Sequence[Segment]) -> None:
+    def run(self, walk: Walk, segments: Sequence[Segment], latents: Latents) -> None:
         """Merge the attention over `segments` into the walk's state."""
         for segment in segments:
             for start in range(segment.start, segment.end, self._tile_tokens):
-                self._attend_tile(walk, segment, start, min(start + self._tile_tokens, segment.end))
+                end = min(start + self._tile_tokens, segment.end)
+                self._attend_tile(walk, segment, start, end, latents(start, end))
 
-    def _attend_tile(self, walk: Walk, segment: Segment, start: int, end: int) -> None:
-        if segment.local_offset is None:
-            latent = self._read_cache(walk.work.block_ids, start, end)
-        else:
-            first_row = segment.local_offset + start - segment.start
-            latent = self._new_kv[first_row : first_row + end - start]
-        k, v = walk.keys_values(latent)
+    def _attend_tile(self, walk: Walk, segment: Segment, start: int, end: int, latents: torch.Tensor) -> None:
+        k, v = walk.keys_values(latents)
         first = segment.first_query
         if segment.causal:
             first += start - segment.start
             diagonal = slice(first, first + end - start)
             self._backend.attend_(walk.state, diagonal, k, v, causal=True)
             first = diagonal.stop
-        self._backend.attend_(walk.state, slice(first, walk.work.num_queries), k, v, causal=False)
-
-    def _read_cache(self, block_ids: torch.Tensor, start: int, end: int) -> torch.Tensor:
-        """Latents of positions [start, end): [end - start, token_dim] in the cache's dtype."""
-        block_size, token_dim = self._cache.shape[1:]
-        first_block, last_block = start // block_size, (end - 1) // block_size + 1
-        tile = self._workspace.get(
-            "attention.tile", (last_block - first_block, block_size, token_dim), self._cache.dtype
-        )
-        torch.index_select(self._cache, 0, block_ids[first_block:last_block], out=tile)
-        skipped = start - first_block * block_size
-        return tile.view(-1, token_dim)[skipped : skipped + end - start]
+        self._backend.attend_(walk.state, slice(first, walk.num_queries), k, v, causal=False)

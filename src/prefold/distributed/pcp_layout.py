@@ -10,7 +10,9 @@ than the others; over the batch these extra tokens go round-robin over the ranks
 
 - split requests alone: token sums of any two ranks differ by at most 1;
 - requests that stay whole (decode, short prefills): row counts differ by at most 1, costs
-  (`row_cost`) by at most the largest row's cost. So 1-token rows alone balance to within 1 token;
+  (`row_cost`) by at most the largest row's cost. So 1-token rows alone balance to within 1 token.
+  With a `decode_unit` above 1 that holds for decode rows among units and for short prefills among
+  ranks, each by itself;
 - both together: token sums differ by at most max(1, what the whole rows differ by), because the
   round-robin starts on the ranks where whole rows left the fewest tokens;
 - causal work of split requests: no rank exceeds the mean by more than one token of average cost per
@@ -42,9 +44,11 @@ class Partition:
 
     A rank without rows is normal. Positions are absolute: a row covers positions
     `[row_start, row_end)` of its request, and its context is `[0, row_start)`. R requests, P ranks.
+    Each token is computed by exactly one rank, or, a decode token, by all ranks of a unit on purpose.
 
     Attributes:
         size: P.
+        decode_unit: consecutive ranks that compute the same decode rows.
         num_computed: [R] tokens of each request in the cache before this step.
         num_scheduled: [R] tokens of each request computed in this step.
         row_rank, row_request, row_start, row_end: [rows] int64.
@@ -55,6 +59,7 @@ class Partition:
     """
 
     size: int
+    decode_unit: int
     num_computed: IntArray
     num_scheduled: IntArray
     row_rank: IntArray
@@ -128,6 +133,7 @@ def partition(
     size: int,
     min_split_tokens: int = 0,
     pairs_per_token: int = PAIRS_PER_TOKEN,
+    decode_unit: int = 1,
 ) -> Partition:
     """Partition a global batch of R requests over `size` PCP ranks. All ranks must pass equal arguments.
 
@@ -139,6 +145,8 @@ def partition(
         min_split_tokens: a prefill with fewer tokens, or with fewer than 2P, goes whole to one rank.
             Decode requests always do.
         pairs_per_token: see `row_cost`.
+        decode_unit: decode requests are dealt over P / decode_unit units of consecutive ranks, and every
+            rank of a unit computes its requests (each attends to its own share of the KV cache).
 
     At P = 1 the rows are the requests themselves. Ten tokens over four ranks; chunk lengths
     are 2, 2, 1, 1, 1, 1, 1, 1, and rank 3's chunks are neighbours and form one row:
@@ -153,32 +161,44 @@ def partition(
     is_prefill = np.asarray(is_prefill, dtype=np.bool_)
     assert num_computed.shape == num_scheduled.shape == is_prefill.shape == (num_computed.size,)
     assert size >= 1
+    assert size % decode_unit == 0, (size, decode_unit)
     if num_scheduled.size and int(num_scheduled.min()) < 1:
         raise ValueError(f"num_scheduled={num_scheduled.tolist()}: every request needs at least 1 token")
     is_split = is_prefill & (num_scheduled >= max(2 * size, min_split_tokens))
-    whole, split = np.flatnonzero(~is_split), np.flatnonzero(is_split)
+    split, whole = np.flatnonzero(is_split), np.flatnonzero(~is_split)
+    num_ranks = np.where(is_prefill, 1, decode_unit)  # that compute a whole row
+    shared, whole = whole[num_ranks[whole] > 1], whole[num_ranks[whole] == 1]
+    end = num_computed + num_scheduled
+    cost = row_cost(num_scheduled, causal_pairs(num_computed, end), pairs_per_token)
 
-    whole_start = num_computed[whole]
-    whole_end = whole_start + num_scheduled[whole]
-    whole_tokens = num_scheduled[whole]
-    cost = row_cost(whole_tokens, causal_pairs(whole_start, whole_end), pairs_per_token)
-    whole_rank = _deal(cost, size)
-    # Least loaded first. Tokens before cost, for the bound on token sums.
-    rank_order = np.lexsort((_sum_by(whole_rank, cost, size), _sum_by(whole_rank, whole_tokens, size)))
+    unit = _deal(cost[shared], size // decode_unit)
+    shared_rank = (unit[:, None] * decode_unit + np.arange(decode_unit)).ravel()
+    shared = np.repeat(shared, decode_unit)
+    whole_rank = _least_loaded(shared_rank, num_scheduled[shared], cost[shared], size)[
+        _deal(cost[whole], size)
+    ]
+    whole_rank, whole = np.concatenate([shared_rank, whole_rank]), np.concatenate([shared, whole])
 
+    rank_order = _least_loaded(whole_rank, num_scheduled[whole], cost[whole], size)
     bounds = _chunk_bounds(num_scheduled[split], size) + num_computed[split][:, None]
     pieces = bounds.shape[1] - 1
     split_rank = _piece_ranks(num_scheduled[split], rank_order, size)
     return _sorted_rows(
         size,
+        decode_unit,
         num_computed,
         num_scheduled,
         is_prefill,
         rank=np.concatenate([whole_rank, split_rank.ravel()]),
         request=np.concatenate([whole, np.repeat(split, pieces)]),
-        start=np.concatenate([whole_start, bounds[:, :-1].ravel()]),
-        end=np.concatenate([whole_end, bounds[:, 1:].ravel()]),
+        start=np.concatenate([num_computed[whole], bounds[:, :-1].ravel()]),
+        end=np.concatenate([end[whole], bounds[:, 1:].ravel()]),
     )
+
+
+def _least_loaded(rank: IntArray, num_tokens: IntArray, cost: IntArray, size: int) -> IntArray:
+    """[P] ranks, the least loaded first. Tokens count before cost, for the bound on token sums."""
+    return np.lexsort((_sum_by(rank, cost, size), _sum_by(rank, num_tokens, size)))
 
 
 def _deal(cost: IntArray, size: int) -> IntArray:
@@ -235,6 +255,7 @@ def _piece_ranks(num_tokens: IntArray, rank_order: IntArray, size: int) -> IntAr
 
 def _sorted_rows(
     size: int,
+    decode_unit: int,
     num_computed: IntArray,
     num_scheduled: IntArray,
     is_prefill: NDArray[np.bool_],
@@ -254,6 +275,7 @@ def _sorted_rows(
     row_offsets = group_offsets[::2]
     return Partition(
         size=size,
+        decode_unit=decode_unit,
         num_computed=num_computed,
         num_scheduled=num_scheduled,
         row_rank=group >> 1,
@@ -319,14 +341,19 @@ def locate_tokens(
 ) -> tuple[IntArray, IntArray]:
     """Inverse of `local_token_indices`: (rank, local index) of tokens of the global batch, any shape.
 
+    Of a token that all ranks of a unit compute, the first of them.
+
     >>> p = partition(np.array([0, 7]), np.array([10, 1]), np.array([True, False]), size=4)
     >>> rank, local_index = locate_tokens(p, np.array([0, 10, 11]), np.array([0, 7, 10]))
     >>> rank.tolist(), local_index.tolist()
     ([1, 3, 0], [0, 1, 2])
     """
     starts = _row_global_start(partition, query_start_loc)
-    by_start = np.argsort(starts)
-    row = by_start[np.searchsorted(starts[by_start], token_indices, side="right") - 1]
+    by_start = np.argsort(starts, kind="stable")
+    sorted_starts = starts[by_start]
+    last = np.searchsorted(sorted_starts, token_indices, side="right") - 1
+    # The sort is stable and rows are ordered by rank: the first of equal starts is on the first rank.
+    row = by_start[np.searchsorted(sorted_starts, sorted_starts[last])]
     rank = partition.row_rank[row]
     row_local_start = _offsets(partition.row_num_tokens)[row] - partition.token_offsets[rank]
     return rank, row_local_start + token_indices - starts[row]

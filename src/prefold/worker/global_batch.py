@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from prefold.kv_ownership import KVOwnership
 from prefold.step import SchedulerOutput
 from prefold.worker.request_states import RequestStates
 
@@ -22,7 +23,8 @@ class GlobalBatch:
         is_prefill: [R] state, not shape: a prefill may have one token left.
         query_start_loc: [R + 1] first token of each request.
         token_ids, positions: [T].
-        slot_mapping: [T] cache slots, block * block_size + offset.
+        slot_mapping: [T] slots in the cache of one rank of the DCP group, -1 for tokens that others hold.
+            Nothing else differs between ranks.
         sampled: indices (into R) of the requests whose next token this step decides.
     """
 
@@ -39,8 +41,15 @@ class GlobalBatch:
     sampled: np.ndarray
 
     @classmethod
-    def build(cls, states: RequestStates, step: SchedulerOutput, block_size: int) -> GlobalBatch:
-        """Gather the step's requests out of `states`, which must have applied `step`."""
+    def build(
+        cls, states: RequestStates, step: SchedulerOutput, ownership: KVOwnership, dcp_rank: int
+    ) -> GlobalBatch:
+        """Gather the step's requests out of `states`, which must have applied `step`.
+
+        Args:
+            dcp_rank: whose slots are meant.
+        """
+        assert states.block_size == ownership.virtual_block_size, (states.block_size, ownership)
         request_ids = list(step.num_scheduled_tokens)
         rows = np.array([states.row_of[request_id] for request_id in request_ids], np.int64)
         num_scheduled = np.array(list(step.num_scheduled_tokens.values()), np.int64)
@@ -50,7 +59,7 @@ class GlobalBatch:
         request_of = np.repeat(np.arange(len(rows)), num_scheduled)
         positions = np.arange(query_start_loc[-1]) - (query_start_loc[:-1] - num_computed)[request_of]
         row_of = rows[request_of]
-        blocks = states.block_ids[row_of, positions // block_size].astype(np.int64)
+        blocks = states.block_ids[row_of, positions // states.block_size].astype(np.int64)
         assert blocks.size == 0 or blocks.min() >= 0, "a scheduled token has no block"
         end = num_computed + num_scheduled
         assert np.all(end <= states.num_tokens[rows]), "a step may not run past the known tokens"
@@ -64,6 +73,6 @@ class GlobalBatch:
             query_start_loc=query_start_loc,
             token_ids=states.token_ids[row_of, positions].astype(np.int64),
             positions=positions,
-            slot_mapping=blocks * block_size + positions % block_size,
+            slot_mapping=ownership.slots(positions, blocks, dcp_rank),
             sampled=np.flatnonzero(end == states.num_tokens[rows]),
         )

@@ -7,11 +7,13 @@ import time
 import torch
 
 from prefold.attention.context_parallel import ContextParallelAttention
+from prefold.attention.context_ways import ContextWays
 from prefold.attention.torch_backend import TorchBackend
 from prefold.config import EngineConfig
 from prefold.distributed.group import Group, begin_step
 from prefold.distributed.pcp_layout import Partition
 from prefold.distributed.stages import split_layers
+from prefold.kv_ownership import KVOwnership
 from prefold.layers.expert_parallel import ExpertParallel, ExpertPlan, dispatch_capacity
 from prefold.loader import load_weights
 from prefold.models.registry import build_model
@@ -41,7 +43,7 @@ class ModelRunner:
         self._groups = groups
         self.workspace = Workspace(device, poison=runtime.debug_poison)
         self.states = RequestStates(
-            config.scheduler.max_num_seqs, config.scheduler.max_model_len, cache.block_size
+            config.scheduler.max_num_seqs, config.scheduler.max_model_len, config.virtual_block_size
         )
         layers = split_layers(model, groups["pp"].size)[groups["pp"].rank]
         self._experts = self._expert_parallel()
@@ -59,17 +61,31 @@ class ModelRunner:
             device,
             runtime.debug_poison,
         )
+        parallel = config.parallel
+        self._ownership = KVOwnership(
+            cache.block_size,
+            parallel.decode_context_parallel_size,
+            parallel.cp_kv_cache_interleave_size,
+        )
         self._attention = ContextParallelAttention(
             model.mla,
             model.softmax_scale,
             self.kv_cache,
-            groups["pcp"],
+            groups,
+            self._ownership,
             TorchBackend(self.workspace, device),
             self.workspace,
             runtime.context_workspace_tokens,
             compute_dtype,
         )
-        self._pcp = PCPManager(groups["pcp"], runtime.min_split_tokens, self.kv_cache, self.workspace)
+        self._pcp = PCPManager(
+            groups,
+            self._ownership,
+            ContextWays.of(config),
+            runtime.min_split_tokens,
+            self.kv_cache,
+            self.workspace,
+        )
         self._stage = PipelineStage(groups["pp"], model.hidden_size, compute_dtype, self.workspace)
         self._sampler = StepSampler(self._model, self.states, groups["tp"])
 
@@ -90,7 +106,7 @@ class ModelRunner:
         started = time.perf_counter()
         begin_step(self._groups, step.step_id)
         self.states.apply(step)
-        batch = GlobalBatch.build(self.states, step, self._config.cache.block_size)
+        batch = GlobalBatch.build(self.states, step, self._ownership, self._groups["dcp"].rank)
         parts = self._pcp.partition(batch)
         wanted = WantedTokens.of(batch, self.states)
         if self._config.runtime.check_step_plans:

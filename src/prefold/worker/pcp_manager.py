@@ -8,24 +8,21 @@ global batch, without communication, and comes out equal on all ranks.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from prefold.attention.context_parallel import StepPlan
-from prefold.attention.walk import RequestWork, Run
+from prefold.attention.context_ways import ContextWays
+from prefold.attention.plan import StepPlan
 from prefold.distributed.group import Group
-from prefold.distributed.pcp_layout import (
-    Partition,
-    local_token_indices,
-    locate_tokens,
-    partition,
-    token_indices_by_rank,
-)
+from prefold.distributed.pcp_layout import Partition, local_token_indices, locate_tokens, partition
+from prefold.kv_ownership import KVOwnership
 from prefold.traffic import exchange_bytes
 from prefold.worker.global_batch import GlobalBatch
 from prefold.worker.request_states import RequestStates
+from prefold.worker.step_plan import RankPlace, build_step_plan
 from prefold.workspace import Workspace
 
 
@@ -47,84 +44,43 @@ class InputBatch:
         cls,
         batch: GlobalBatch,
         parts: Partition,
-        rank: int,
         states: RequestStates,
-        block_size: int,
+        place: RankPlace,
+        ways: ContextWays,
         device: torch.device,
     ) -> InputBatch:
-        """The local batch of PCP rank `rank`."""
-        tokens = local_token_indices(parts, rank, batch.query_start_loc)
-        prefill, decode = _request_works(batch, parts, rank, states, block_size, device)
-        gather_slots, decode_slots = _slots_by_rank(batch, parts, device)
-        plan = StepPlan(
-            prefill=tuple(prefill),
-            decode=tuple(decode),
-            num_prefill_tokens=int(parts.num_prefill_tokens[rank]),
-            num_tokens=len(tokens),
-            gather_tokens=int(parts.num_prefill_tokens.max()),
-            gather_slots=gather_slots,
-            decode_slots=decode_slots,
-        )
+        """The local batch of the rank at `place`."""
+        tokens = local_token_indices(parts, place.pcp, batch.query_start_loc)
         return cls(
             input_ids=torch.from_numpy(batch.token_ids[tokens]).to(device),
             positions=torch.from_numpy(batch.positions[tokens]).to(device),
-            plan=plan,
+            plan=build_step_plan(batch, parts, states, place, ways, device),
         )
-
-
-def _slots_by_rank(
-    batch: GlobalBatch, parts: Partition, device: torch.device
-) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-    """Cache slots of every rank's (prefill, decode) tokens, in the order the rank computes them."""
-    by_class = []
-    for indices in token_indices_by_rank(parts, batch.query_start_loc):
-        slots = [torch.from_numpy(batch.slot_mapping[own[own >= 0]]).to(device) for own in indices]
-        by_class.append(tuple(slots))
-    return by_class[0], by_class[1]
-
-
-def _request_works(
-    batch: GlobalBatch,
-    parts: Partition,
-    rank: int,
-    states: RequestStates,
-    block_size: int,
-    device: torch.device,
-) -> tuple[list[RequestWork], list[RequestWork]]:
-    """The rank's rows joined to requests: (prefill, decode). Rows of a request are neighbours."""
-    works: tuple[list[RequestWork], list[RequestWork]] = ([], [])
-    runs: list[Run] = []
-    offset = 0
-    rows = parts.rows_of(rank)
-    for index in range(rows.start, rows.stop):
-        start, end = int(parts.row_start[index]), int(parts.row_end[index])
-        runs.append(Run(start, end, offset))
-        offset += end - start
-        request = int(parts.row_request[index])
-        if index + 1 < rows.stop and parts.row_request[index + 1] == request:
-            continue
-        row = batch.rows[request]
-        num_blocks = -(-int(batch.num_computed[request] + batch.num_scheduled[request]) // block_size)
-        block_ids = torch.from_numpy(states.block_ids[row, :num_blocks].astype(np.int64)).to(device)
-        work = RequestWork(tuple(runs), int(batch.num_computed[request]), block_ids)
-        works[0 if parts.row_is_prefill[index] else 1].append(work)
-        runs = []
-    return works
 
 
 class PCPManager:
     """Splits steps over the PCP ranks and brings the results together.
 
     Args:
-        group: PCP group of this rank.
+        groups: this rank's; used are pcp and dcp.
+        ownership: which rank of the DCP group holds which token.
+        ways: chooses how contexts are attended.
         min_split_tokens: shorter prefills stay whole on one rank.
         kv_cache: [num_layers, num_blocks, block_size, token_dim].
     """
 
     def __init__(
-        self, group: Group, min_split_tokens: int, kv_cache: torch.Tensor, workspace: Workspace
+        self,
+        groups: Mapping[str, Group],
+        ownership: KVOwnership,
+        ways: ContextWays,
+        min_split_tokens: int,
+        kv_cache: torch.Tensor,
+        workspace: Workspace,
     ) -> None:
-        self.group = group
+        self.group = groups["pcp"]
+        self._place = RankPlace(self.group.rank, self.group.size, groups["dcp"].rank, ownership)
+        self._ways = ways
         self._min_split_tokens = min_split_tokens
         self._kv_cache = kv_cache
         self._workspace = workspace
@@ -137,13 +93,12 @@ class PCPManager:
             batch.is_prefill,
             size=self.group.size,
             min_split_tokens=self._min_split_tokens,
+            decode_unit=self._place.unit,
         )
 
     def input_batch(self, batch: GlobalBatch, parts: Partition, states: RequestStates) -> InputBatch:
         """This rank's local batch."""
-        return InputBatch.build(
-            batch, parts, self.group.rank, states, self._kv_cache.shape[2], self._kv_cache.device
-        )
+        return InputBatch.build(batch, parts, states, self._place, self._ways, self._kv_cache.device)
 
     def exchange(
         self,
@@ -153,36 +108,36 @@ class PCPManager:
         hidden: torch.Tensor,
         wanted: np.ndarray,
     ) -> torch.Tensor:
-        """The step's last collective: decode KV to the replicas, wanted hidden rows to everyone.
+        """The step's last collective: decode KV to other replicas, wanted hidden rows to PCP place 0.
 
-        A step without decode tokens and wanted rows (a prompt's non-final chunk) moves nothing.
+        A step without decode tokens to send and wanted rows (a prompt's non-final chunk) moves nothing.
 
         Args:
             hidden: [num_local_tokens, hidden_size], this rank's.
             wanted: global token indices, the same on all ranks.
 
         Returns:
-            [len(wanted), hidden_size] in the order of `wanted`.
+            [len(wanted), hidden_size] in the order of `wanted`; on other places than 0 undefined.
         """
         rank_of, index_of = locate_tokens(parts, batch.query_start_loc, wanted)
-        layout = ExchangeLayout.of(parts.num_decode_tokens, rank_of, self._kv_cache, hidden)
+        layout = ExchangeLayout.of(plan.sent_decode, rank_of, self._kv_cache, hidden)
         restored = self._workspace.get("pcp.restored", (len(wanted), hidden.shape[1]), hidden.dtype)
-        if layout.num_bytes == 0:
-            return restored
         own = self.group.rank
         cache = self._kv_cache.flatten(1, 2)
         buffer = self._workspace.get("pcp.exchange", (layout.num_bytes,), torch.uint8)
         kv, rows = layout.views(buffer, own)
-        torch.index_select(cache, 1, plan.decode_slots[own], out=kv)
+        torch.index_select(cache, 1, plan.sent_decode_slots[own], out=kv)
         local_rows = torch.from_numpy(index_of[rank_of == own]).to(hidden.device)
         torch.index_select(hidden, 0, local_rows, out=rows)
 
         gather = self.group.start_all_gather(buffer)
         for rank, received in enumerate(gather.wait()):
             kv, rows = layout.views(received, rank)
-            if rank != own:
-                cache.index_copy_(1, plan.decode_slots[rank], kv)
-            restored[torch.from_numpy(np.flatnonzero(rank_of == rank)).to(hidden.device)] = rows
+            slots = plan.sent_decode_slots[rank]
+            if rank != own and len(slots) > 0:
+                cache.index_copy_(1, slots, kv)
+            if own == 0:
+                restored[torch.from_numpy(np.flatnonzero(rank_of == rank)).to(hidden.device)] = rows
         gather.release()
         return restored
 
@@ -192,7 +147,7 @@ class ExchangeLayout:
     """Bytes of the exchange: `decode KV of all layers | wanted hidden rows`, equal length on all ranks.
 
     Attributes:
-        decode_tokens, hidden_rows: [P] counts per rank.
+        decode_tokens, hidden_rows: [P] counts per rank: decode tokens whose KV it sends, rows wanted of it.
         hidden_offset: where the hidden rows start.
         num_bytes: length that every rank sends.
     """

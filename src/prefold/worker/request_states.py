@@ -28,12 +28,14 @@ class RequestStates:
     """Per-row arrays over `max_num_seqs` rows; `row_of` maps request ids to rows.
 
     Attributes:
+        block_size: tokens of a block, over all ranks that share it (a virtual block).
         token_ids: [rows, max_model_len] int32, prompt and generated tokens.
         block_ids: [rows, max_blocks] int32, -1 where no block is.
         num_tokens, num_prompt_tokens, num_prefill_tokens, num_computed_tokens: [rows] int64.
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+        self.block_size = block_size
         max_blocks = -(-max_model_len // block_size)
         self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
         self.block_ids = np.full((max_num_seqs, max_blocks), -1, np.int32)

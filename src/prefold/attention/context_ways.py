@@ -1,0 +1,157 @@
+"""How queries reach the cached context [0, N) of their request: one cost function, four ways.
+
+All of the context is visible to all of a request's new queries, so it may be attended in any order, in
+parts, by anybody who has keys and queries together. What has to travel for that is a choice:
+
+- `local`: nothing. The cache is replicated, and a rank's own queries attend to all of it.
+- `sliced`: queries. The cache is replicated; each PCP rank attends all queries to 1/P of it.
+- `query`: queries. The cache is sharded; each DCP rank attends all queries to its shard.
+- `kv`: keys. The cache is sharded; the shards are gathered and a rank's own queries attend to all.
+
+The first two are possible with D = 1, the others with D > 1. Where queries travel, each key is read and
+up-projected once per group and not once per rank, and a request that is whole on one rank occupies them
+all; the price is moving queries and results. The choice is made per request and step, from the partition
+alone, so it is equal on all ranks.
+
+The unit of cost is one multiplication of the attention kernel (about 1/50 ns on a core).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prefold.attention.mla import form_costs
+from prefold.config import DTYPES, EngineConfig, MLAConfig
+
+LOCAL, SLICED, QUERY, KV = WAYS = ("local", "sliced", "query", "kv")
+
+AUTO = "auto"
+
+TRAVEL_TOKENS = 4096
+"""Queries that travel at once, all ranks' together: bounds the buffers. A piece reads all keys again."""
+
+PER_KEY_ELEMENT = 32
+"""Reading an element of the paged cache for all heads of a rank, with its conversion to float32: four
+passes over memory of 2 to 4 bytes at 10 to 20 GB/s."""
+
+PER_BYTE = 40
+"""A byte of a query, a result or a gathered key on its way: packed, read from shared memory, put in order,
+merged, a few passes at 5 to 20 GB/s each."""
+
+PER_COLLECTIVE = 5_000_000
+"""The latency of one collective: 0.1 ms in shared memory with busy ranks."""
+
+RESULT_BYTES = 4
+"""Results travel in float32."""
+
+
+@dataclass(frozen=True)
+class ContextWays:
+    """What the choice depends on besides the step; equal on all ranks.
+
+    Attributes:
+        num_heads: of one rank.
+        pcp_size, dcp_size: P and D.
+        tile_tokens: keys that are read (or gathered) at a time.
+        kv_itemsize, q_itemsize: bytes per element of the cache and of queries.
+        forced: "auto", or a way that is taken wherever it is possible.
+    """
+
+    mla: MLAConfig
+    num_heads: int
+    pcp_size: int
+    dcp_size: int
+    tile_tokens: int
+    kv_itemsize: int
+    q_itemsize: int
+    forced: str = AUTO
+
+    def __post_init__(self) -> None:
+        if self.forced not in (AUTO, *WAYS):
+            raise ValueError(f"context_attention={self.forced!r} is none of {(AUTO, *WAYS)}")
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> ContextWays:
+        """What a resolved configuration says."""
+        model, parallel, runtime = config.model, config.parallel, config.runtime
+        return cls(
+            mla=model.mla,
+            num_heads=model.num_heads // parallel.tensor_parallel_size,
+            pcp_size=parallel.prefill_context_parallel_size,
+            dcp_size=parallel.decode_context_parallel_size,
+            tile_tokens=runtime.context_workspace_tokens,
+            kv_itemsize=DTYPES[model.dtype],
+            q_itemsize=DTYPES[runtime.compute_dtype],
+            forced=runtime.context_attention,
+        )
+
+    @property
+    def legal(self) -> tuple[str, str]:
+        """The ways that this layout has: one without travelling queries, one with."""
+        return (LOCAL, SLICED) if self.dcp_size == 1 else (KV, QUERY)
+
+    @property
+    def unit(self) -> int:
+        """Consecutive PCP ranks between which queries travel."""
+        return self.pcp_size if self.dcp_size == 1 else min(self.dcp_size, self.pcp_size)
+
+    @property
+    def group_size(self) -> int:
+        """Ranks between which queries travel."""
+        return max(self.dcp_size, self.unit)
+
+    def choose(self, num_queries: np.ndarray, num_computed: np.ndarray) -> NDArray[np.str_]:
+        """[R] the way of each request.
+
+        A request that is split keeps all ranks about equally busy in place. One that is whole on a rank does
+        not; but as many of them as there are ranks do. So what a whole request costs in place is its work
+        times the share of the time that all whole ones take together: the fullest rank's part of their
+        work, between 1/P (spread evenly: nothing is gained by sharing) and 1 (all on one rank).
+
+        Args:
+            num_queries: [R, P] new tokens of each request on each PCP rank.
+            num_computed: [R] tokens of its context.
+        """
+        in_place, travelling = self.legal
+        if self.forced in self.legal:
+            return np.full(len(num_computed), self.forced)
+        own = num_queries.max(axis=1, initial=0)
+        whole = (num_queries > 0).sum(axis=1) <= 1
+        cost_in_place = self._attend(own, num_computed)
+        load = ((num_queries > 0) * np.where(whole, cost_in_place, 0)[:, None]).sum(axis=0)
+        share = load.max() / max(load.sum(), 1)
+        cost_in_place = np.where(whole, share, 1.0) * cost_in_place
+        if in_place == KV:
+            cost_in_place = cost_in_place + self._move_keys(num_computed)
+        by_unit = num_queries.reshape(-1, self.pcp_size // self.unit, self.unit)
+        of_unit = by_unit.sum(axis=2).max(axis=1, initial=0)
+        cost_travelling = self._travel(own, of_unit, num_computed)
+        return np.where(cost_travelling < cost_in_place, travelling, in_place)
+
+    def _attend(self, num_queries: np.ndarray, num_keys: np.ndarray) -> np.ndarray:
+        """Queries at keys, in the cheaper form, keys read once."""
+        forms = form_costs(self.mla, num_queries, num_keys)
+        return self.num_heads * np.minimum(*forms) + num_keys * self.mla.token_dim * PER_KEY_ELEMENT
+
+    def _move_keys(self, num_keys: np.ndarray) -> np.ndarray:
+        """Gathering the shards: every rank reads all keys."""
+        tiles = -(-num_keys // self.tile_tokens)
+        return num_keys * self.mla.token_dim * self.kv_itemsize * PER_BYTE + tiles * PER_COLLECTIVE
+
+    def _travel(self, own: np.ndarray, of_unit: np.ndarray, num_keys: np.ndarray) -> np.ndarray:
+        """Queries there, all of them at this rank's part of the keys, results back."""
+        mla, heads, size = self.mla, self.num_heads, self.group_size
+        num_queries = of_unit * (size // self.unit)  # in units of this rank's number of heads
+        num_pieces = -(-num_queries // TRAVEL_TOKENS)
+        num_own_keys = -(-num_keys // size)
+        up_projected, absorbed = form_costs(mla, -(-num_queries // np.maximum(num_pieces, 1)), num_own_keys)
+        heads_differ = self.dcp_size > self.pcp_size
+        attend = heads * (absorbed if heads_differ else np.minimum(up_projected, absorbed))
+        q_bytes = mla.token_dim * 4 if heads_differ else mla.qk_head_dim * self.q_itemsize
+        out_bytes = ((mla.kv_lora_rank if heads_differ else mla.v_head_dim) + 1) * RESULT_BYTES
+        per_piece = attend + num_own_keys * mla.token_dim * PER_KEY_ELEMENT + 2 * PER_COLLECTIVE
+        moved = own * size * heads * (q_bytes + out_bytes)
+        return num_pieces * per_piece + moved * PER_BYTE

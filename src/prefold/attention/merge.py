@@ -1,0 +1,90 @@
+"""Partial results of ranks, joined by their log-sum-exp.
+
+A partial result travels packed, one row per token: `num_heads x (output | lse)` in float32. Two ways
+to join, each the identity in a group of one:
+
+- `join_over`: the ranks have the same heads and tokens, and all need the result. One all-gather, read in
+  place: one latency, and (size - 1) rows are read. The other way, an all-gather of the lse and an
+  all-reduce of the scaled outputs, reads about two rows per row whatever the size, but takes two
+  more rounds of synchronisation: with the up to 8 ranks and the few hundred rows of a decode
+  step the single call is the cheaper one.
+- `scatter_heads`: every rank has partial results for the heads of all ranks and needs its own heads. One
+  all-to-all: (size - 1) / size of the rows travel, once.
+
+Which of the two a result goes through follows from who holds what (attention.shared_decode); all ranks
+add in the order of the group, so ranks that join the same parts get equal bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from prefold.attention.lse import merge_
+from prefold.distributed.group import Group
+from prefold.workspace import Workspace
+
+
+def packed(
+    workspace: Workspace, name: str, num_tokens: int, num_heads: int, dim: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A buffer for partial results, and its two sections: (whole [num_tokens, num_heads, dim + 1],
+    outputs [..., dim], lse [...])."""
+    whole = workspace.get(name, (num_tokens, num_heads, dim + 1), torch.float32)
+    return whole, whole[..., :dim], whole[..., dim]
+
+
+def merge_packed_(parts: Sequence[torch.Tensor], out: torch.Tensor, lse: torch.Tensor) -> None:
+    """Merge packed results into (out, lse), in the order given.
+
+    Args:
+        parts: each [num_tokens, num_heads, dim + 1] float32; not changed.
+        out: [num_tokens, num_heads, dim] float32.
+        lse: [num_tokens, num_heads] float32, -inf where `out` holds nothing yet.
+    """
+    for part in parts:
+        merge_(out, lse, part[..., :-1], part[..., -1])
+
+
+def join_over(group: Group, out: torch.Tensor, lse: torch.Tensor, workspace: Workspace) -> None:
+    """Replace every rank's partial result for the same tokens and heads by the joint one.
+
+    Args:
+        out: [num_tokens, num_heads, dim], any float dtype; changed.
+        lse: [num_tokens, num_heads] float32.
+    """
+    own, own_out, own_lse = packed(workspace, "merge.own", *out.shape)
+    own_out.copy_(out)
+    own_lse.copy_(lse)
+    _, joint, joint_lse = packed(workspace, "merge.joint", *out.shape)
+    joint.zero_()
+    joint_lse.fill_(-torch.inf)
+    gather = group.start_all_gather(own)
+    merge_packed_(gather.wait(), joint, joint_lse)
+    gather.release()
+    out.copy_(joint)
+
+
+def scatter_heads(
+    group: Group, partial: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, workspace: Workspace
+) -> None:
+    """Bring each rank the results for its own heads, joined over the group.
+
+    Args:
+        partial: [num_tokens, size * num_heads, dim + 1] packed, heads in the order of the group.
+        out: [num_tokens, num_heads, dim] float32, written.
+        lse: [num_tokens, num_heads] float32, written.
+    """
+    num_tokens, num_heads = lse.shape
+    width = num_heads * partial.shape[2]
+    send = workspace.get("merge.heads", (group.size, num_tokens, width), torch.float32)
+    send.copy_(partial.view(num_tokens, group.size, width).transpose(0, 1))
+    counts = [num_tokens] * group.size
+    exchange = group.start_all_to_all(
+        send.view(-1, width), counts, capacity=group.size * num_tokens, receive_counts=counts
+    )
+    out.zero_()
+    lse.fill_(-torch.inf)
+    merge_packed_([part.view(num_tokens, num_heads, -1) for part in exchange.wait()], out, lse)
+    exchange.release()

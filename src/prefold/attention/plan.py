@@ -1,0 +1,103 @@
+"""What attention is told of a step: who attends to what, and what travels. Built by worker/step_plan.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from prefold.attention.kv_tiles import KVTile
+from prefold.attention.shared_decode import SharedWork
+from prefold.attention.travel import TravelPiece
+from prefold.attention.walk import Run, Segment
+
+
+@dataclass(frozen=True, eq=False)
+class RequestWork:
+    """What one request's queries on this rank attend to without others' help, and in what form.
+
+    Attributes:
+        runs: the queries: one or two runs, ascending, consecutive in the local batch.
+        block_ids: int64, at least the blocks of the request's tokens up to the step's last.
+        cached: read from the cache, as this rank numbers the tokens that it holds.
+        own: new tokens of this rank, by position: a segment per run, or none if they are read from
+            the cache too.
+        others: new tokens of other ranks, by position.
+        first_new_row: row of position 0 among the step's new prefill tokens, if it had one: new token p
+            is in row first_new_row + p.
+        absorbed: the form of attention.
+        travels: its queries visit other ranks besides.
+    """
+
+    runs: tuple[Run, ...]
+    block_ids: torch.Tensor
+    cached: tuple[Segment, ...]
+    own: tuple[Segment, ...]
+    others: tuple[Segment, ...]
+    first_new_row: int
+    absorbed: bool
+    travels: bool
+
+    @property
+    def tokens(self) -> slice:
+        """Of the local batch."""
+        start = self.runs[0].offset
+        return slice(start, start + sum(run.end - run.start for run in self.runs))
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """A copy of rows of a tensor to slots of the cache: rows [n], slots [n], both int64."""
+
+    rows: torch.Tensor
+    slots: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class StepPlan:
+    """One step of one rank. What steers collectives is equal on all ranks that take part in them.
+
+    Per layer, in this order, each only if it has anything to move:
+
+    1. all-gather of the new prefill tokens' latents, started, over pcp (`gather_tokens`)
+    2. all-gather of the first piece's queries, started, over the travel group (`travel`)
+    3. all-gather of the decode queries, started, over dcp_tp (`shared_decode`)
+    4. an all-gather per tile of context over dcp (`kv_tiles`)
+    5. all-to-all over dcp_tp, then all-gather over dcp_pcp, of decode results
+    6. all-to-all of the first piece's results, started, over the travel group
+    7. an all-gather and an all-to-all for each further piece
+
+    The travel group is the DCP group if the cache is sharded, else the PCP group.
+
+    Attributes:
+        num_tokens, num_prefill_tokens: this rank's. Prefill tokens come first in the local batch.
+        works: this rank's requests, prefill before decode; decode only if each token has one rank.
+        gather_tokens: prefill tokens of the fullest rank: the length every rank sends.
+        new_rows: per PCP rank, the rows of its prefill tokens among all new ones, which are in the global
+            batch's order, [num_prefill_tokens of that rank] int64.
+        write_new: of all new prefill tokens, those that this rank holds.
+        write_decode: of this rank's decode tokens, those that it holds.
+        shared_decode: decode requests that a whole unit computes.
+        travel, kv_tiles: contexts that are not attended in place.
+        sent_decode: [P] decode tokens whose KV each PCP rank sends to the other units, after the step.
+        sent_decode_slots: per PCP rank, where this rank holds them, int64; empty if it does not.
+    """
+
+    num_tokens: int
+    num_prefill_tokens: int
+    works: tuple[RequestWork, ...]
+    gather_tokens: int
+    new_rows: tuple[torch.Tensor, ...]
+    write_new: Rows
+    write_decode: Rows
+    shared_decode: tuple[SharedWork, ...]
+    travel: tuple[TravelPiece, ...]
+    kv_tiles: tuple[KVTile, ...]
+    sent_decode: np.ndarray
+    sent_decode_slots: tuple[torch.Tensor, ...]
+
+    @property
+    def num_new_tokens(self) -> int:
+        """Prefill tokens of the step, on all ranks."""
+        return sum(len(rows) for rows in self.new_rows)

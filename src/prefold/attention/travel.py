@@ -1,0 +1,204 @@
+"""Queries that travel to where the keys are: the ways `sliced` and `query` (attention.context_ways).
+
+All of a request's context [0, N) is visible to all of its new queries, so a rank can attend any queries
+to any part of it, in any order. The queries of a group's ranks are gathered; each rank attends all of
+them to the part of the context that is its own, and sends outputs and log-sum-exp back to the
+queries' owners, who merge them. What part is a rank's own is all that tells the ways apart: with a
+replicated cache its slice, with a sharded one its shard.
+
+Queries travel as they are and come back as values, if all ranks of the group have the same heads: each
+rank chooses the form of attention itself. Where heads differ they travel absorbed and come back as
+latents, because a rank has no up-projection of other heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from prefold.attention.backend import AttentionBackend, Queries
+from prefold.attention.lse import merge_
+from prefold.attention.merge import merge_packed_, packed
+from prefold.attention.mla import KVProjection, prefer_absorbed
+from prefold.attention.queries import LayerQueries
+from prefold.attention.walk import CacheReader, Segment, Walk, Walker
+from prefold.distributed.group import Exchange, Gather, Group
+from prefold.workspace import Workspace
+
+
+@dataclass(frozen=True, eq=False)
+class Visit:
+    """The queries of one request at this rank's part of its context.
+
+    Attributes:
+        queries: rows of the piece, all ranks' together.
+        block_ids: of the request.
+        start, end: the tokens that they attend to, as this rank numbers those that it holds.
+    """
+
+    queries: slice
+    block_ids: torch.Tensor
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, eq=False)
+class TravelPiece:
+    """Queries that travel together, few enough for the buffers. Equal on all ranks but for the tensors.
+
+    Attributes:
+        own_tokens: [n] int64, this rank's queries, in its local batch.
+        counts: queries of each place of the group.
+        rows: per place, where its queries go when the piece is ordered by request, [count] int64.
+        visits: the requests, covering the piece's rows.
+    """
+
+    own_tokens: torch.Tensor
+    counts: tuple[int, ...]
+    rows: tuple[torch.Tensor, ...]
+    visits: tuple[Visit, ...]
+
+    @property
+    def num_queries(self) -> int:
+        return sum(self.counts)
+
+
+@dataclass(frozen=True, eq=False)
+class TravelTools:
+    """What the pieces of a layer have in common.
+
+    Attributes:
+        group: among whose ranks queries travel.
+        absorbed: they travel in latent form.
+    """
+
+    group: Group
+    absorbed: bool
+    projection: KVProjection
+    scale: float
+    reader: CacheReader
+    walker: Walker
+    backend: AttentionBackend
+    workspace: Workspace
+
+
+class Trip:
+    """One piece's way through a layer: `send`, `attend`, `send_back`, `merge`, in this order.
+
+    All ranks of the group take part in `send` and `send_back`, whether or not they have queries or keys.
+    """
+
+    def __init__(self, piece: TravelPiece, tools: TravelTools, q: torch.Tensor) -> None:
+        self._piece = piece
+        self._tools = tools
+        self._q = q
+        mla = tools.projection.mla
+        self._num_heads = q.shape[1]
+        self._q_dim = mla.token_dim if tools.absorbed else mla.qk_head_dim
+        self._out_dim = mla.kv_lora_rank if tools.absorbed else mla.v_head_dim
+        self._there: Gather | None = None
+        self._back: Exchange | None = None
+        self._results = torch.empty(0)
+
+    def send(self) -> None:
+        """Start to gather the queries."""
+        tools, piece = self._tools, self._piece
+        dtype = torch.float32 if tools.absorbed else self._q.dtype
+        shape = (max(piece.counts), self._num_heads, self._q_dim)
+        sent = tools.workspace.get("travel.sent", shape, dtype)
+        own = sent[: len(piece.own_tokens)]
+        if tools.absorbed:
+            q = tools.workspace.get("travel.own_q", (len(own), *self._q.shape[1:]), self._q.dtype)
+            tools.projection.absorb(torch.index_select(self._q, 0, piece.own_tokens, out=q), own)
+        else:
+            torch.index_select(self._q, 0, piece.own_tokens, out=own)
+        self._there = tools.group.start_all_gather(sent)
+
+    def attend(self) -> None:
+        """Attend all queries to this rank's part of their contexts."""
+        tools, piece = self._tools, self._piece
+        assert self._there is not None
+        shape = (piece.num_queries, self._num_heads, self._q_dim)
+        received = self._there.wait()
+        q = tools.workspace.get("travel.q", shape, received[0].dtype)
+        for rows, count, part in zip(piece.rows, piece.counts, received, strict=True):
+            q.index_copy_(0, rows, part[:count])
+        self._there.release()
+        shape = (piece.num_queries, self._num_heads, self._out_dim)
+        self._results, out, lse = packed(tools.workspace, "travel.results", *shape)
+        if tools.absorbed:
+            self._attend_latents(q, out, lse)
+        else:
+            self._attend_heads(q, out, lse)
+
+    def _attend_heads(self, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+        tools, visits = self._tools, self._piece.visits
+        mla = tools.projection.mla
+        sizes = [(v.queries.stop - v.queries.start, v.end - v.start) for v in visits]
+        requests = [(v.queries, prefer_absorbed(mla, *size)) for v, size in zip(visits, sizes)]
+        queries = LayerQueries(
+            q, requests, tools.projection, tools.scale, tools.backend, tools.workspace, "travel"
+        )
+        self._walk(queries.walks)
+        queries.lse(lse, range(len(visits)))
+        queries.finish(out)
+
+    def _attend_latents(self, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+        tools, visits = self._tools, self._piece.visits
+        rank = tools.projection.mla.kv_lora_rank
+        states = tools.backend.start([Queries(q[v.queries], 1, rank) for v in visits], tools.scale, "travel")
+        self._walk(
+            [Walk(v.queries, state, tools.projection.latent_keys_values) for v, state in zip(visits, states)]
+        )
+        for visit, state in zip(visits, states):
+            lse[visit.queries].copy_(tools.backend.lse(state))
+            tools.backend.finish(state, out[visit.queries])
+
+    def _walk(self, walks: list[Walk]) -> None:
+        for visit, walk in zip(self._piece.visits, walks, strict=True):
+            segment = Segment(visit.start, visit.end, first_query=0)
+            self._tools.walker.run(walk, [segment], self._tools.reader.request(visit.block_ids))
+
+    def send_back(self) -> None:
+        """Start to bring the results to the queries' owners."""
+        tools, piece = self._tools, self._piece
+        width = self._num_heads * (self._out_dim + 1)
+        results = self._results.view(piece.num_queries, width)
+        sent = tools.workspace.get("travel.back", results.shape, torch.float32)
+        torch.index_select(results, 0, torch.cat(piece.rows), out=sent)
+        own = len(piece.own_tokens)
+        self._back = tools.group.start_all_to_all(
+            sent,
+            piece.counts,
+            capacity=piece.num_queries,
+            receive_counts=[own] * tools.group.size,
+        )
+
+    def merge(self, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """Add what the context contributes to this rank's results.
+
+        Args:
+            out: [num_local_tokens, num_heads, v_head_dim], what the queries got from other keys; changed.
+            lse: [num_local_tokens, num_heads] float32; changed.
+        """
+        tools, own = self._tools, self._piece.own_tokens
+        assert self._back is not None
+        shape = (len(own), self._num_heads, self._out_dim)
+        _, context, context_lse = packed(tools.workspace, "travel.context", *shape)
+        context.zero_()
+        context_lse.fill_(-torch.inf)
+        parts = [part.view(*shape[:2], self._out_dim + 1) for part in self._back.wait()]
+        merge_packed_(parts, context, context_lse)
+        self._back.release()
+        if tools.absorbed:
+            values = tools.workspace.get("travel.values", (len(own), *out.shape[1:]), torch.float32)
+            tools.projection.unabsorb(context, values)
+            context = values
+        rows = tools.workspace.get("travel.own_out", context.shape, out.dtype)
+        torch.index_select(out, 0, own, out=rows)
+        joint = tools.workspace.get("travel.joint", context.shape, torch.float32).copy_(rows)
+        joint_lse = lse.index_select(0, own)
+        merge_(joint, joint_lse, context, context_lse)
+        out.index_copy_(0, own, rows.copy_(joint))
+        lse.index_copy_(0, own, joint_lse)

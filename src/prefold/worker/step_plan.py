@@ -1,0 +1,272 @@
+"""From the global batch and its partition to what one rank's attention does: the StepPlan.
+
+Whatever steers a collective is computed here from global facts, so that all ranks that take part in it
+come to the same: which requests' contexts travel and how, in what pieces, with how many rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from prefold.attention.context_ways import KV, LOCAL, QUERY, SLICED, TRAVEL_TOKENS, ContextWays
+from prefold.attention.kv_tiles import KVPiece, KVTile
+from prefold.attention.mla import prefer_absorbed
+from prefold.attention.plan import RequestWork, Rows, StepPlan
+from prefold.attention.shared_decode import SharedWork
+from prefold.attention.travel import TravelPiece, Visit
+from prefold.attention.walk import Run, Segment, others_segments, own_segments, prefix_segments
+from prefold.distributed.pcp_layout import Partition, token_indices_by_rank
+from prefold.kv_ownership import KVOwnership
+from prefold.worker.global_batch import GlobalBatch
+from prefold.worker.request_states import RequestStates
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """Where a rank sits among those that split tokens (PCP) and those that split the cache (DCP).
+
+    Attributes:
+        pcp, pcp_size: place in the PCP group.
+        dcp: place in the DCP group, which orders its ranks by TP place, then PCP place.
+    """
+
+    pcp: int
+    pcp_size: int
+    dcp: int
+    ownership: KVOwnership
+
+    @property
+    def unit(self) -> int:
+        """Consecutive PCP ranks of one DCP group: they compute the same decode tokens."""
+        return min(self.ownership.dcp_size, self.pcp_size)
+
+    def dcp_of(self, pcp: int) -> int:
+        """Place in its DCP group of a rank of this PCP group."""
+        return self.dcp - self.pcp % self.unit + pcp % self.unit
+
+    def part_of_context(self, num_computed: int) -> tuple[int, int]:
+        """What travelling queries attend to here, [start, end) of the tokens that this rank holds: its shard,
+        or, where every rank holds everything, its slice."""
+        if self.ownership.dcp_size > 1:
+            return 0, int(self.ownership.local_lengths(num_computed)[self.dcp])
+        return num_computed * self.pcp // self.pcp_size, num_computed * (self.pcp + 1) // self.pcp_size
+
+
+def build_step_plan(
+    batch: GlobalBatch,
+    parts: Partition,
+    states: RequestStates,
+    place: RankPlace,
+    ways: ContextWays,
+    device: torch.device,
+) -> StepPlan:
+    """The StepPlan of the rank at `place`."""
+    return _Planner(batch, parts, states, place, ways, device).plan()
+
+
+class _Planner:
+    """One step's inputs, and what several parts of the plan need of them."""
+
+    def __init__(
+        self,
+        batch: GlobalBatch,
+        parts: Partition,
+        states: RequestStates,
+        place: RankPlace,
+        ways: ContextWays,
+        device: torch.device,
+    ) -> None:
+        self._batch, self._parts, self._place, self._ways = batch, parts, place, ways
+        self._device = device
+        num_blocks = -(-int((batch.num_computed + batch.num_scheduled).max(initial=0)) // states.block_size)
+        self._block_table = self._tensor(states.block_ids[batch.rows, :num_blocks].astype(np.int64))
+        # A row of decode tokens is computed by a whole unit if the cache is sharded.
+        self._is_shared = ~batch.is_prefill & (place.ownership.dcp_size > 1)
+        self._way = self._choose_ways()
+        self._prefill_by_rank, self._decode_by_rank = token_indices_by_rank(parts, batch.query_start_loc)
+        is_new = np.repeat(batch.is_prefill, batch.num_scheduled)
+        self._new = np.flatnonzero(is_new)
+        self._new_row = np.cumsum(is_new) - 1
+
+    def plan(self) -> StepPlan:
+        batch, parts, place = self._batch, self._parts, self._place
+        works, work_of = self._works()
+        new_rows = [self._new_row[own[own >= 0]] for own in self._prefill_by_rank]
+        sent = [self._sent_decode(pcp) for pcp in range(place.pcp_size)]
+        return StepPlan(
+            num_tokens=int(parts.num_tokens[place.pcp]),
+            num_prefill_tokens=int(parts.num_prefill_tokens[place.pcp]),
+            works=works,
+            gather_tokens=int(parts.num_prefill_tokens.max()),
+            new_rows=tuple(self._tensor(rows) for rows in new_rows),
+            write_new=self._kept(batch.slot_mapping[self._new]),
+            write_decode=self._kept(batch.slot_mapping[self._decode_tokens(place.pcp)]),
+            shared_decode=self._shared_decode(),
+            travel=self._travel(),
+            kv_tiles=self._kv_tiles(work_of),
+            sent_decode=np.array([len(tokens) for tokens in sent]),
+            sent_decode_slots=tuple(
+                self._tensor(slots[slots >= 0]) for slots in (batch.slot_mapping[tokens] for tokens in sent)
+            ),
+        )
+
+    def _choose_ways(self) -> np.ndarray:
+        """[R] ways of attending to the context; LOCAL where there is none, or only this rank's part of it
+        concerns its queries."""
+        batch, parts = self._batch, self._parts
+        num_queries = np.zeros((len(batch.rows), parts.size), np.int64)
+        np.add.at(num_queries, (parts.row_request, parts.row_rank), parts.row_num_tokens)
+        way = np.full(len(batch.rows), LOCAL, dtype="<U8")
+        has_choice = np.flatnonzero((batch.num_computed > 0) & ~self._is_shared)
+        way[has_choice] = self._ways.choose(num_queries[has_choice], batch.num_computed[has_choice])
+        return way
+
+    def _works(self) -> tuple[tuple[RequestWork, ...], dict[int, int]]:
+        """The rank's rows joined to requests, and where each request is. Rows of a request are neighbours."""
+        parts = self._parts
+        works: list[RequestWork] = []
+        work_of: dict[int, int] = {}
+        runs: list[Run] = []
+        offset = 0
+        rows = parts.rows_of(self._place.pcp)
+        requests = parts.row_request[rows].tolist()
+        bounds = zip(parts.row_start[rows].tolist(), parts.row_end[rows].tolist())
+        for request, following, (start, end) in zip(requests, [*requests[1:], -1], bounds):
+            runs.append(Run(start, end, offset))
+            offset += end - start
+            if following == request:
+                continue
+            if not self._is_shared[request]:
+                work_of[request] = len(works)
+                works.append(self._work(request, tuple(runs)))
+            runs = []
+        return tuple(works), work_of
+
+    def _work(self, request: int, runs: tuple[Run, ...]) -> RequestWork:
+        batch, way = self._batch, self._way[request]
+        num_computed = int(batch.num_computed[request])
+        travels = way in (SLICED, QUERY)
+        own, others = own_segments(runs), others_segments(runs, num_computed)
+        cached = (Segment(0, num_computed, 0),) if way == LOCAL and num_computed > 0 else ()
+        num_queries = sum(run.end - run.start for run in runs)
+        num_keys = runs[-1].end - (num_computed if travels else 0)
+        absorbed = prefer_absorbed(self._ways.mla, num_queries, num_keys)
+        first_new_row = int(self._new_row[batch.query_start_loc[request]]) - num_computed
+        if not batch.is_prefill[request]:
+            # Absorbed in any case: one projection serves all decode tokens, which are neighbours.
+            absorbed = True
+            if not travels:  # their KV is in the cache by now: one walk
+                own, cached = (), prefix_segments(range(runs[0].start + 1, runs[0].end + 1))
+        return RequestWork(
+            runs, self._block_table[request], cached, own, others, first_new_row, absorbed, travels
+        )
+
+    def _shared_decode(self) -> tuple[SharedWork, ...]:
+        """The decode rows of this rank's unit, if all of it computes them."""
+        parts, place = self._parts, self._place
+        rows = np.arange(parts.row_request.size)[parts.rows_of(place.pcp)]
+        rows = rows[self._is_shared[parts.row_request[rows]]]
+        counts = parts.row_num_tokens[rows]
+        ends = np.cumsum(counts)
+        seen = np.repeat(parts.row_end[rows] - ends, counts) + np.arange(counts.sum()) + 1
+        lengths = place.ownership.local_lengths(seen)[:, place.dcp]
+        return tuple(
+            SharedWork(
+                slice(int(start), int(end)),
+                self._block_table[request],
+                prefix_segments(lengths[start:end].tolist()),
+            )
+            for request, start, end in zip(parts.row_request[rows].tolist(), ends - counts, ends)
+        )
+
+    def _travel(self) -> tuple[TravelPiece, ...]:
+        """Travelling queries of this rank's group in pieces, each rank's in the order of its local batch."""
+        parts, place, ways = self._parts, self._place, self._ways
+        travels = np.isin(self._way, (SLICED, QUERY))
+        in_unit = parts.row_rank // ways.unit == place.pcp // ways.unit
+        row_travels = travels[parts.row_request]
+        rows = np.flatnonzero(in_unit & row_travels)
+        counts = parts.row_num_tokens[rows]
+        request = np.repeat(parts.row_request[rows], counts)
+        source = np.repeat(parts.row_rank[rows] % ways.unit, counts)
+        own_rows = parts.rows_of(place.pcp)
+        own_tokens = np.flatnonzero(np.repeat(row_travels[own_rows], parts.row_num_tokens[own_rows]))
+        # Which of its rank's travelling tokens each one is: rows are ordered by rank.
+        turn = np.arange(source.size) - np.searchsorted(source, source)
+        size = max(1, TRAVEL_TOKENS // ways.group_size)
+        pieces = []
+        for start in range(0, int(turn.max(initial=-1)) + 1, size):
+            chosen = (turn >= start) & (turn < start + size)
+            own = own_tokens[start : start + size]
+            pieces.append(self._travel_piece(request[chosen], source[chosen], own))
+        return tuple(pieces)
+
+    def _travel_piece(self, request: np.ndarray, source: np.ndarray, own_tokens: np.ndarray) -> TravelPiece:
+        """Tokens by (request, PCP place in the unit), ordered by place. Other heads of the group's are more
+        places with the same tokens."""
+        ways = self._ways
+        num_parts = ways.group_size // ways.unit
+        source = np.concatenate([source + part * ways.unit for part in range(num_parts)])
+        request = np.tile(request, num_parts)
+        order = np.argsort(request, kind="stable")
+        row = np.empty_like(order)
+        row[order] = np.arange(order.size)
+        requests, starts = np.unique(request[order], return_index=True)
+        visits = []
+        for i, start, end in zip(requests.tolist(), starts, [*starts[1:], order.size]):
+            keys = self._place.part_of_context(int(self._batch.num_computed[i]))
+            visits.append(Visit(slice(int(start), int(end)), self._block_table[i], *keys))
+        return TravelPiece(
+            own_tokens=self._tensor(own_tokens),
+            counts=tuple(np.bincount(source, minlength=ways.group_size).tolist()),
+            rows=tuple(self._tensor(row[source == i]) for i in range(ways.group_size)),
+            visits=tuple(visits),
+        )
+
+    def _kv_tiles(self, work_of: dict[int, int]) -> tuple[KVTile, ...]:
+        """Contexts of which any rank of this DCP group has queries, packed into tiles."""
+        parts, place, ownership = self._parts, self._place, self._place.ownership
+        in_unit = parts.row_rank // place.unit == place.pcp // place.unit
+        requests = np.unique(parts.row_request[in_unit & (self._way == KV)[parts.row_request]])
+        lengths = ownership.local_lengths(self._batch.num_computed[requests])
+        tile_rows = max(1, self._ways.tile_tokens // ownership.dcp_size)
+        tiles: list[KVTile] = []
+        pieces: list[KVPiece] = []
+        filled = 0
+        for request, length in zip(requests.tolist(), lengths):
+            start, longest = 0, int(length.max())
+            while start < longest:
+                count = min(longest - start, tile_rows - filled)
+                counts = tuple(np.clip(length - start, 0, count).tolist())
+                block_ids = self._block_table[request]
+                pieces.append(KVPiece(work_of.get(request), block_ids, filled, start, counts))
+                start, filled = start + count, filled + count
+                if filled == tile_rows:
+                    tiles.append(KVTile(filled, tuple(pieces)))
+                    pieces, filled = [], 0
+        if pieces:
+            tiles.append(KVTile(filled, tuple(pieces)))
+        return tuple(tiles)
+
+    def _sent_decode(self, pcp: int) -> np.ndarray:
+        """Decode tokens whose KV PCP rank `pcp` sends to the other units: those that it holds."""
+        place = self._place
+        tokens = self._decode_tokens(pcp)
+        held = place.ownership.owner(self._batch.positions[tokens]) == place.dcp_of(pcp)
+        return tokens[held & (place.unit < place.pcp_size)]
+
+    def _decode_tokens(self, pcp: int) -> np.ndarray:
+        """Global indices of a rank's decode tokens."""
+        own = self._decode_by_rank[pcp]
+        return own[own >= 0]
+
+    def _kept(self, slots: np.ndarray) -> Rows:
+        """Of tokens with these slots, those that this rank holds."""
+        rows = np.flatnonzero(slots >= 0)
+        return Rows(self._tensor(rows), self._tensor(slots[rows]))
+
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
