@@ -131,7 +131,7 @@ def start(checkpoint: Path, layout: dict[str, int]) -> ThreadLLM:
         max_num_batched_tokens=24,
         min_split_tokens=1,
         context_workspace_tokens=32,
-        check_step_plans=True,
+        check_step_plans="on",
         **layout,
     )
 

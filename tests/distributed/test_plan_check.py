@@ -75,7 +75,7 @@ def llm(checkpoint: Path) -> Iterator[ThreadLLM]:
         block_size=4,
         num_blocks=100,
         max_model_len=100,
-        check_step_plans=True,
+        check_step_plans="on",
         collective_timeout_s=20.0,
     )
     params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)

@@ -69,7 +69,7 @@ def test_options_of_every_axis():
 
 def test_debug_options():
     assert parse(["generate", "m", "-", "--context-attention", "sliced"]).engine.context_attention == "sliced"
-    assert not parse(["generate", "m", "-", "--no-check-step-plans"]).engine.check_step_plans
+    assert parse(["generate", "m", "-", "--check-step-plans", "off"]).engine.check_step_plans == "off"
 
 
 @pytest.mark.parametrize(

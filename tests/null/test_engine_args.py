@@ -109,6 +109,23 @@ def test_tokens_of_a_step(base: EngineArgs, given: int | None, pp: int, expected
     assert config.scheduler.max_num_batched_tokens == expected
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, False),
+        ({"pipeline_parallel_size": 2}, False),
+        ({"prefill_context_parallel_size": 2}, True),
+        ({"tensor_parallel_size": 2}, True),
+        ({"tensor_parallel_size": 2, "transport": "gloo"}, False),
+        ({"tensor_parallel_size": 2, "transport": "gloo", "check_step_plans": "on"}, True),
+        ({"tensor_parallel_size": 2, "check_step_plans": "off"}, False),
+        ({"check_step_plans": "on"}, True),
+    ],
+)
+def test_plans_are_compared_where_that_is_cheap(base: EngineArgs, options: dict, expected: bool):
+    assert replace(base, **options).resolve().runtime.check_step_plans is expected
+
+
 def test_every_axis_reaches_the_configuration(base: EngineArgs):
     config = replace(
         base,
@@ -120,7 +137,7 @@ def test_every_axis_reaches_the_configuration(base: EngineArgs):
         enable_expert_parallel=True,
         cp_kv_cache_interleave_size=2,
         context_attention="sliced",
-        check_step_plans=False,
+        check_step_plans="off",
     ).resolve()
     parallel = config.parallel
     assert (parallel.tensor_parallel_size, parallel.prefill_context_parallel_size) == (2, 3)

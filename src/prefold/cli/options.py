@@ -79,7 +79,8 @@ class EngineOptions:
         debug_poison: Fill unused memory with NaN, so that reads of it show. Slow.
         context_attention: For debugging: how prompts attend to their cached context. auto decides by cost;
             the others are used wherever they are possible.
-        check_step_plans: Do not compare the plan of every step between ranks.
+        check_step_plans: Ranks compare the plan of every step, and fail if it differs. auto does where ranks
+            share memory, which makes it cheap.
     """
 
     tensor_parallel_size: Annotated[int, arg(aliases=["-tp"], metavar="N")] = 1
@@ -116,7 +117,7 @@ class EngineOptions:
     device: Literal["cpu", "cuda"] = "cpu"
     debug_poison: Flag = False
     context_attention: Literal["auto", "local", "sliced", "query", "kv"] = "auto"
-    check_step_plans: Flag = True
+    check_step_plans: Literal["auto", "on", "off"] = "auto"
 
     def for_llm(self, **changes: Any) -> dict[str, Any]:
         """Keyword arguments of `LLM`, some of them changed."""

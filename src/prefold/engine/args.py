@@ -110,8 +110,9 @@ class EngineArgs:
     context_attention: str = "auto"
     """For debugging: how prompts attend to their cached context: auto (by cost), or one of local,
     sliced, query and kv wherever it is possible."""
-    check_step_plans: bool = True
-    """Ranks compare a hash of every step's plan, and fail if it differs."""
+    check_step_plans: str = "auto"
+    """Ranks compare a checksum of every step's plan, and fail if it differs: on, off, or auto (where ranks
+    of a stage share memory, which makes it cheap)."""
 
     def resolve(self) -> EngineConfig:
         """Read the checkpoint's config and settle every setting.
@@ -186,6 +187,7 @@ class EngineArgs:
             "device": ("cpu", "cuda"),
             "transport": ("shm", "gloo"),
             "context_attention": CONTEXT_ATTENTION,
+            "check_step_plans": ("auto", "on", "off"),
         }
         for name, legal in choices.items():
             if getattr(self, name) not in legal:
@@ -270,5 +272,11 @@ class EngineArgs:
             min_split_tokens=self.min_split_tokens,
             debug_poison=self.debug_poison,
             context_attention=self.context_attention,
-            check_step_plans=self.check_step_plans,
+            check_step_plans=self._checks_plans(parallel),
         )
+
+    def _checks_plans(self, parallel: ParallelConfig) -> bool:
+        if self.check_step_plans != "auto":
+            return self.check_step_plans == "on"
+        shares_memory = self.transport == "shm" and self.device == "cpu" and parallel.nnodes == 1
+        return shares_memory and parallel.plane_size > 1
