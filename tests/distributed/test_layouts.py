@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 
 from prefold import SamplingParams
+from prefold.engine.engine import EngineMetrics
 from prefold.engine.scheduler import Scheduler
 from prefold.testing.exactness import Oracle, generate_over_time, layout_options
 from prefold.testing.thread_executor import ThreadLLM
 
 LAYOUTS = [
-    *("TP2", "TP4", "PCP2", "PCP3", "PCP4", "PCP8", "TP2 PCP2"),
+    *("TP2", "TP4", "PCP2", "PCP3", "PCP4", "PCP8", "DP2 EP", "PP2", "PP3", "DP2"),
+    *("TP2 PCP2", "PCP2 EP", "PCP3 EP", "PCP4 EP", "TP2 PCP2 EP", "PP2 PCP2", "PP2 TP2 PCP2"),
+    *("DP2 PCP2 EP", "DP2 TP2 EP"),
 ]
 """Most tests run on all of these. PP3 needs three layers, all others run two."""
-
-INTERLEAVED = []
-"""With D > 1: also with larger blocks and interleaves."""
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 BLOCK_SIZE = 2
@@ -53,7 +53,7 @@ def oracle(llm: ThreadLLM, oracle_of: Callable[[int], Oracle]) -> Oracle:
 
 
 def schedulers(llm: ThreadLLM) -> list[Scheduler]:
-    return getattr(llm.engine, "schedulers", [llm.engine.scheduler])
+    return llm.engine.schedulers
 
 
 def reset(llm: ThreadLLM) -> None:
@@ -154,7 +154,11 @@ def test_prefix_hits(llm: ThreadLLM, oracle: Oracle) -> None:
     for shared, second, hit in zip(shares, seconds, cached):
         # At least the last token is computed again.
         expected = min(shared, len(second) - 1) // block * block
-        assert hit == expected or (hit == 0 and len(schedulers(llm)) > 1), (shared, hit)
+        if len(schedulers(llm)) == 1:
+            assert hit == expected, (shared, hit)
+        else:  # a replica that has less of the prefix may be the faster one
+            assert hit % block == 0, (shared, hit)
+            assert hit <= expected, (shared, hit)
     assert sum(cached) > 0
 
 
@@ -172,13 +176,14 @@ def test_preemption(llm: ThreadLLM, oracle: Oracle, monkeypatch: pytest.MonkeyPa
             if running and len(preempted) < 12:
                 # Without its prefix the victim computes everything again.
                 scheduler.reset_prefix_cache()
-                victim = rng.choice(running)
-                if scheduler.preempt(victim):
-                    preempted.append(victim)
+                # What a step in flight computes stays.
+                victims = rng.sample(running, len(running))
+                preempted.extend(next(([v] for v in victims if scheduler.preempt(v)), []))
             scheduler.check_integrity()
 
     check(llm, oracle, prompts, [0, 1, 2, 5], throw_out)
-    assert len(preempted) == 12
+    stages = llm.engine.config.parallel.pipeline_parallel_size
+    assert len(preempted) >= (12 if stages == 1 else 6)
 
 
 def test_too_few_blocks(llm: ThreadLLM, oracle: Oracle) -> None:
@@ -228,12 +233,12 @@ def test_sampled_tokens_do_not_depend_on_the_layout(llm: ThreadLLM, oracle: Orac
 
 
 def test_rank_tokens_are_balanced(llm: ThreadLLM, oracle: Oracle) -> None:
-    """One prompt: PCP ranks compute token sums that differ by at most 1."""
+    """One prompt: PCP ranks of its replica compute token sums that differ by at most 1."""
     reset(llm)
-    before = list(llm.engine.metrics.rank_tokens)
+    llm.engine.metrics = EngineMetrics()
     llm.generate(oracle.prompt(501, seed=95), SamplingParams(temperature=0.0, max_tokens=1))
-    after = llm.engine.metrics.rank_tokens
-    counts = [now - then for now, then in zip(after, before or [0] * len(after), strict=True)]
-    assert len(counts) == llm.engine.config.parallel.prefill_context_parallel_size
+    pcp = llm.engine.config.parallel.prefill_context_parallel_size
+    counts, others = llm.engine.metrics.rank_tokens[:pcp], llm.engine.metrics.rank_tokens[pcp:]
     assert sum(counts) == 501
+    assert not any(others)
     assert max(counts) - min(counts) <= 1

@@ -54,7 +54,7 @@ def test_alone(llm: LLM, oracle: Oracle) -> None:
 
 
 def test_chunks_and_prefix_hits(llm: LLM, oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
-    for scheduler in getattr(llm.engine, "schedulers", [llm.engine.scheduler]):
+    for scheduler in llm.engine.schedulers:
         monkeypatch.setattr(scheduler, "max_num_scheduled_tokens", 33)
     first = oracle.prompt(101, seed=40)
     assert tokens_of(llm, [first], [0]) == [oracle(first)]
