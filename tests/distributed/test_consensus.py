@@ -22,6 +22,11 @@ from prefold.worker.model_runner import ModelRunner
 VOCAB = 300
 LAYOUTS = {
     "tp2_pcp2": {"tensor_parallel_size": 2, "prefill_context_parallel_size": 2},
+    "tp2_pcp2_dcp4": {
+        "tensor_parallel_size": 2,
+        "prefill_context_parallel_size": 2,
+        "decode_context_parallel_size": 4,
+    },
     "pp2_pcp2": {"pipeline_parallel_size": 2, "prefill_context_parallel_size": 2},
 }
 
@@ -105,15 +110,16 @@ def run(llm: ThreadLLM) -> dict[str, list[int]]:
     engine, tokens = llm.engine, {}
     for index, (prompt, params) in enumerate(requests()):
         engine.add_request(str(index), prompt, params, stream=False)
-    steps = 0
+    steps, preempted = 0, False
     while engine.has_unfinished_requests:
         for output in engine.step():
             tokens[output.request_id] = output.outputs[0].token_ids
         steps += 1
-        if steps == 12:
+        if steps >= 12 and not preempted:
             engine.scheduler.reset_prefix_cache()
-            assert engine.scheduler.preempt("3")
+            preempted = engine.scheduler.preempt("3")  # not while a step of it is in flight
     assert steps > 20
+    assert preempted
     return tokens
 
 

@@ -27,7 +27,7 @@ torch.set_num_threads(1)
 
 VOCAB = 300
 ENGINE: dict[str, Any] = {
-    "block_size": 4,
+    "block_size": 8,
     "num_blocks": 400,
     "max_model_len": 300,
     "threads_per_rank": 1,
@@ -39,8 +39,13 @@ ENGINE: dict[str, Any] = {
 Recorded = list[tuple[SchedulerOutput, ModelRunnerOutput]]
 
 
-def parallel(pp: int = 1, tp: int = 1, pcp: int = 1, dp: int = 1, ep: bool = False) -> dict[str, Any]:
+def parallel(
+    pp: int = 1, tp: int = 1, pcp: int = 1, dp: int = 1, dcp: int = 1, ep: bool = False
+) -> dict[str, Any]:
+    """Blocks are cut so that the scheduler's, and so the recorded steps, stay the same."""
     return {
+        "block_size": ENGINE["block_size"] // dcp,
+        "decode_context_parallel_size": dcp,
         "pipeline_parallel_size": pp,
         "tensor_parallel_size": tp,
         "prefill_context_parallel_size": pcp,
@@ -110,7 +115,7 @@ def recorded(checkpoint: Path) -> Recorded:
 
 
 def config_of(checkpoint: Path, layout: dict[str, Any]) -> EngineConfig:
-    return EngineArgs(str(checkpoint), max_num_batched_tokens=24, **ENGINE, **layout).resolve()
+    return EngineArgs(str(checkpoint), max_num_batched_tokens=24, **(ENGINE | layout)).resolve()
 
 
 def replay(executor: Executor, recorded: Recorded, in_flight: int) -> list[ModelRunnerOutput]:
@@ -154,6 +159,9 @@ LAYOUTS = {
     "pp3_tp2_pcp2": parallel(pp=3, tp=2, pcp=2),
     "pp2_pcp3_ep": parallel(pp=2, pcp=3, ep=True),
     "pp2_tp2_pcp2_ep": parallel(pp=2, tp=2, pcp=2, ep=True),
+    "pp2_pcp2_dcp2_ep": parallel(pp=2, pcp=2, dcp=2, ep=True),
+    "pp2_tp2_pcp2_dcp4": parallel(pp=2, tp=2, pcp=2, dcp=4),
+    "pp2_tp2_dcp2": parallel(pp=2, tp=2, dcp=2),
 }
 
 
@@ -189,7 +197,7 @@ def forget(recorded: Recorded) -> SchedulerOutput:
 @pytest.mark.parametrize(
     "layout",
     [parallel(dp=2, ep=True), parallel(dp=2, pcp=2, ep=True), parallel(dp=3, tp=2, ep=True)]
-    + [parallel(dp=2, pp=2, ep=True), parallel(dp=2, pp=2, pcp=2, ep=True)],
+    + [parallel(dp=2, pp=2, ep=True), parallel(dp=2, pp=2, pcp=2, dcp=2, ep=True)],
     ids=str,
 )
 @pytest.mark.parametrize("busy", [0, 1])
