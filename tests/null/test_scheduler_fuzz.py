@@ -152,7 +152,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         seqs=st.integers(1, 6),
         block_size=st.sampled_from([1, 2, 4]),
         dcp=st.sampled_from([1, 1, 2, 3]),
-        num_blocks=st.integers(4, 24),
+        num_blocks=st.integers(4, 20),
         max_model_len=st.integers(6, 48),
         caching=st.sampled_from([True, True, False]),
     )
@@ -193,7 +193,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         name = str(len(self.arrived))
         if same_id and self.arrived and self.arrived[-1].status.is_finished:
             name = self.arrived[-1].request_id
-        request = Request(name, prompt, params, max_tokens, eos_token_ids=(EOS,), seed=len(prompt) % 5)
+        self.add(Request(name, prompt, params, max_tokens, eos_token_ids=(EOS,), seed=len(prompt) % 5))
+
+    def add(self, request):
+        prompt, max_tokens = request.all_token_ids, request.max_tokens
         limit = self.scheduler.max_model_len
         slots = min(len(prompt) + max_tokens, limit) - 1
         pool = self.scheduler.kv.pool
@@ -206,6 +209,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert servable
         self.arrived.append(request)
         self.outputs[request] = []
+
+    @rule(lengths=st.lists(st.integers(1, 5), min_size=2, max_size=5), seed=st.integers(0, 4))
+    def crowd(self, lengths, seed):
+        """Short prompts that generate much: they are let in together, and then blocks run out."""
+        pool = self.scheduler.kv.pool
+        max_tokens = pool.num_blocks * pool.block_size // 2
+        for i, length in enumerate(lengths):
+            prompt = [(i >> bit) % 2 for bit in range(length)]
+            name = str(len(self.arrived))
+            self.add(Request(name, prompt, SamplingParams(), max_tokens, eos_token_ids=(EOS,), seed=seed))
+        self.run(8)
 
     @precondition(lambda self: len(self.in_flight) < self.stages)
     @rule()
