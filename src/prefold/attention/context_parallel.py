@@ -96,12 +96,12 @@ class ContextParallelAttention:
         )
         for work, walk in zip(plan.works, queries.walks):
             self._walk_in_place(work, walk, new_kv, reader)
+        for trip in trips[:1]:
+            trip.attend()
         self._kv_tiles(plan, reader).run(queries.walks)
         out = self._workspace.get("attention.out", (*q.shape[:2], self._mla.v_head_dim), self._compute_dtype)
         if decode is not None:
             decode.attend(out[plan.num_prefill_tokens :])
-        for trip in trips[:1]:
-            trip.attend()
 
         all_new = self._collect(gather, plan)
         self._write(cache, all_new, plan.write_new)

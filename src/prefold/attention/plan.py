@@ -63,12 +63,13 @@ class StepPlan:
     1. all-gather of the new prefill tokens' latents, started, over pcp (`gather_tokens`)
     2. all-gather of the first piece's queries, started, over the travel group (`travel`)
     3. all-gather of the decode queries, started, over dcp_tp (`shared_decode`)
-    4. an all-gather per tile of context over dcp (`kv_tiles`)
+    4. an all-gather per tile of context over dcp (`kv_tiles`), after 2 has been released
     5. all-to-all over dcp_tp, then all-gather over dcp_pcp, of decode results
-    6. all-to-all of the first piece's results, started, over the travel group
+    6. all-to-all of the first piece's results, started, over the travel group, after 1 has been released
     7. an all-gather and an all-to-all for each further piece
 
-    The travel group is the DCP group if the cache is sharded, else the PCP group.
+    So no group has more than two in flight. The travel group is the DCP group if the cache is sharded,
+    else the PCP group.
 
     Attributes:
         num_tokens, num_prefill_tokens: this rank's. Prefill tokens come first in the local batch.
