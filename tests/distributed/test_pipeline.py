@@ -248,3 +248,42 @@ def test_a_stage_holds_its_share_of_the_cache(checkpoint: Path):
     assert [runner.kv_cache.shape[1:] for runner in runners] == [runners[0].kv_cache.shape[1:]] * 3
     assert sum(runner.kv_cache.shape[0] for runner in runners) == 4
     executor.shutdown()
+
+
+@pytest.mark.parametrize("name", ["pp2", "pp2_tp2", "pp2_pcp2", "pp2_tp2_pcp2_ep"])
+def test_bad_logits_fail_one_request(checkpoint: Path, name: str):
+    """The last stage says which; the others go on, and the stages before know of nothing."""
+    prompts = [[7 * i + 3 for i in range(1, length)] for length in (30, 9, 20, 14)]
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    expected = [
+        o.outputs[0].token_ids for o in ThreadLLM(str(checkpoint), **ENGINE).generate(prompts, params)
+    ]
+    llm = ThreadLLM(str(checkpoint), **(ENGINE | LAYOUTS[name]))
+    for runner in llm.executor.runners:
+        assert runner is not None
+        if runner._model.head is not None:
+            spoil_once(runner._model)
+    samples = [output.outputs[0] for output in llm.generate(prompts, params)]
+    failed = [i for i, sample in enumerate(samples) if sample.finish_reason == "error"]
+    assert len(failed) == 1
+    assert "nan" in str(samples[failed[0]].stop_reason)
+    for i, sample in enumerate(samples):
+        assert sample.token_ids == expected[i][: len(sample.token_ids)]
+        assert len(sample.token_ids) == 8 or i in failed
+    llm.engine.scheduler.check_integrity()
+    again = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+    assert again == expected
+
+
+def spoil_once(model: torch.nn.Module) -> None:
+    """The last row of the third logits of several requests."""
+    compute_logits, calls = model.compute_logits, [0]
+
+    def spoiled(hidden: torch.Tensor) -> torch.Tensor:
+        logits = compute_logits(hidden)
+        calls[0] += len(logits) > 1
+        if calls[0] == 3 and len(logits) > 1:
+            logits[-1, 200] = torch.nan
+        return logits
+
+    model.compute_logits = spoiled
