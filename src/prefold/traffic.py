@@ -6,16 +6,20 @@ What a step really moved is counted by `Group.traffic`; the two must agree.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import comb
 
 import numpy as np
 
 from prefold.config import DTYPES, EngineConfig
+from prefold.distributed.mesh import Coords
 from prefold.distributed.pcp_layout import Partition
+from prefold.distributed.stages import split_layers
 
 ALIGNMENT = 64
 """Sections of the exchange start at multiples of this, so that any dtype can view them."""
+
+CAPACITY_BYTES = 8
+"""The number on which replicas agree in a step: most tokens that one of their ranks sends to experts."""
 
 
 def exchange_bytes(kv_bytes: int, hidden_bytes: int) -> tuple[int, int]:
@@ -102,39 +106,45 @@ def expected_places(num_experts: int, top_k: int, size: int) -> float:
     return sum(1 - comb(num_experts - count, top_k) / every for count in held)
 
 
-@dataclass(frozen=True)
-class StepTraffic:
-    """Bytes of one step on one rank, by collective."""
-
-    pcp_all_gather: int
-    tp_all_reduce: int
-    tp_all_gather: int
-
-
 def step_traffic(
-    config: EngineConfig, parts: Partition, rank: int, wanted_by_rank: np.ndarray, num_logits: int
-) -> StepTraffic:
-    """What a rank of PCP place `rank` sends in a step.
+    config: EngineConfig, parts: Partition, at: Coords, wanted_by_rank: np.ndarray, num_logits: int
+) -> dict[str, int]:
+    """What the rank at `at` hands to its collectives in a step, by their names in `Group.traffic`.
 
-    Per layer the PCP group gathers the new KV of prefill tokens, padded to the fullest rank; once
-    per step it gathers the decode tokens' KV of all layers and the hidden rows that are sampled,
-    again padded. The TP group sums the embedding and two projections per layer, and gathers logits.
+    Per layer of its stage the PCP group gathers the new KV of prefill tokens, padded to the fullest rank;
+    once per step it gathers the decode tokens' KV of these layers and, on the last stage, the hidden rows
+    that are sampled, again padded. The TP group sums the embedding and two projections per layer, and
+    gathers logits. A stage sends its tokens to the next. With experts on ranks, replicas agree on a number.
+
+    Not in here: what goes to experts, which follows from the routing (`expert_bytes`); what travels to a
+    sharded context or between slices of a replicated one, which attention decides (attention.context_ways).
+    So D = 1, and contexts are attended in place. Nor the comparison of step plans.
 
     Args:
-        wanted_by_rank: [P] hidden rows that each rank restores.
-        num_logits: rows of logits, on PCP place 0; other places compute none.
+        wanted_by_rank: [P] hidden rows that each PCP rank restores.
+        num_logits: rows of logits, on PCP place 0 of the last stage.
     """
     model, parallel = config.model, config.parallel
+    assert parallel.decode_context_parallel_size == 1
+    layers = split_layers(model, parallel.pipeline_parallel_size)[at.pp]
+    is_last = at.pp == parallel.pipeline_parallel_size - 1
     compute_size, kv_size = DTYPES[config.runtime.compute_dtype], DTYPES[model.dtype]
-    token_bytes = model.num_layers * model.mla.token_dim * kv_size
-    pcp = tp_reduce = tp_gather = 0
+    token_bytes = len(layers) * model.mla.token_dim * kv_size
+    hidden_bytes = model.hidden_size * compute_size
+    num_tokens = int(parts.num_tokens[at.pcp])
+    sent = dict.fromkeys(("pcp.all_gather", "tp.all_reduce", "tp.all_gather", "pp.send", "dp.all_gather"), 0)
     if parallel.prefill_context_parallel_size > 1:
-        pcp += int(parts.num_prefill_tokens.max()) * token_bytes
-        hidden_bytes = int(wanted_by_rank.max()) * model.hidden_size * compute_size
-        pcp += exchange_bytes(int(parts.num_decode_tokens.max()) * token_bytes, hidden_bytes)[1]
+        wanted_bytes = int(wanted_by_rank.max()) * hidden_bytes * is_last
+        kv_bytes = int(parts.num_decode_tokens.max()) * token_bytes
+        sent["pcp.all_gather"] = int(parts.num_prefill_tokens.max()) * token_bytes
+        sent["pcp.all_gather"] += exchange_bytes(kv_bytes, wanted_bytes)[1]
     if parallel.tensor_parallel_size > 1:
-        sums = 1 + 2 * model.num_layers
-        tp_reduce = sums * int(parts.num_tokens[rank]) * model.hidden_size * compute_size
+        sums = (at.pp == 0) + 2 * len(layers)
+        sent["tp.all_reduce"] = sums * num_tokens * hidden_bytes
         vocab_per_rank = -(-model.vocab_size // parallel.tensor_parallel_size)
-        tp_gather = num_logits * vocab_per_rank * compute_size if rank == 0 else 0
-    return StepTraffic(pcp, tp_reduce, tp_gather)
+        sent["tp.all_gather"] = num_logits * vocab_per_rank * compute_size * (is_last and at.pcp == 0)
+    if not is_last:
+        sent["pp.send"] = num_tokens * hidden_bytes
+    if parallel.data_parallel_size > 1 and parallel.enable_expert_parallel:
+        sent["dp.all_gather"] = CAPACITY_BYTES
+    return {name: num_bytes for name, num_bytes in sent.items() if num_bytes}

@@ -2,105 +2,180 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from prefold import LLM, SamplingParams
+from prefold.config import EngineConfig
+from prefold.distributed.mesh import Coords, Mesh
 from prefold.distributed.pcp_layout import Partition, locate_tokens, partition
 from prefold.step import ModelRunnerOutput, SchedulerOutput
 from prefold.testing.checkpoints import make_checkpoint
-from prefold.traffic import step_traffic
+from prefold.testing.exactness import layout_options
+from prefold.testing.thread_executor import ThreadExecutor, ThreadLLM
+from prefold.traffic import (
+    dispatch_rows,
+    expert_bytes,
+    expert_bytes_all_gather_form,
+    step_traffic,
+)
 
-LAYOUTS = [(1, 2), (2, 1), (2, 2), (1, 3)]
+OPTIONS = {
+    "block_size": 4,
+    "num_blocks": 500,
+    "max_num_batched_tokens": 40,
+    "min_split_tokens": 1,
+    "context_attention": "local",
+}
+LAYOUTS = [
+    *("TP2", "PCP3", "TP2 PCP2", "PP2", "PP2 PCP2", "PP3 TP2 PCP2", "DP2", "PCP2 EP", "TP2 EP", "DP2 EP"),
+    *("TP2 PCP2 EP", "DP2 PCP2 EP", "DP2 TP2 EP", "PP2 TP2 PCP2 EP"),
+]
+FIRST = Coords(dp=0, pp=0, pcp=0, tp=0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("DeepseekV3ForCausalLM", tmp_path_factory.mktemp("v3"))
 
 
 class Recorder:
-    """An executor that remembers steps and their results."""
+    """An executor that remembers every replica's steps and their results."""
 
     def __init__(self, llm: LLM) -> None:
         self._executor = llm.engine._executor
-        self.steps: list[tuple[SchedulerOutput, ModelRunnerOutput]] = []
-        self._submitted: deque[SchedulerOutput] = deque()
+        replicas = range(llm.engine.config.parallel.data_parallel_size)
+        self.steps: list[list[SchedulerOutput]] = [[] for _ in replicas]
+        self.outputs: list[list[ModelRunnerOutput]] = [[] for _ in replicas]
 
     def submit(self, replica: int, step: SchedulerOutput) -> None:
         self._executor.submit(replica, step)
-        self._submitted.append(step)
+        self.steps[replica].append(step)
 
     def receive(self) -> tuple[int, ModelRunnerOutput]:
         replica, output = self._executor.receive()
-        self.steps.append((self._submitted.popleft(), output))
+        self.outputs[replica].append(output)
         return replica, output
 
     def shutdown(self) -> None:
         self._executor.shutdown()
 
 
-@pytest.fixture(scope="module", params=LAYOUTS, ids=lambda layout: f"tp{layout[0]}_pcp{layout[1]}")
-def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    folder = make_checkpoint("DeepseekV3ForCausalLM", tmp_path_factory.mktemp("v3"))
-    tp, pcp = request.param
-    options = {"block_size": 4, "num_blocks": 500, "threads_per_rank": 1, "max_num_batched_tokens": 40}
-    with LLM(
-        str(folder),
-        tensor_parallel_size=tp,
-        prefill_context_parallel_size=pcp,
-        skip_tokenizer_init=True,
-        min_split_tokens=1,
-        **options,
-    ) as engine:
-        yield engine
-
-
-def record(llm: LLM, lengths: list[int], max_tokens: int) -> list[tuple[SchedulerOutput, ModelRunnerOutput]]:
+def record(llm: LLM, lengths: Sequence[int], max_tokens: int) -> Recorder:
     original = llm.engine._executor
     recorder = Recorder(llm)
     llm.engine._executor = recorder
     try:
         prompts = [[7 * i % 100 + length for i in range(length)] for length in lengths]
-        llm.engine.scheduler.reset_prefix_cache()
+        for scheduler in llm.engine.schedulers:
+            scheduler.reset_prefix_cache()
         llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True))
     finally:
         llm.engine._executor = original
-    return recorder.steps
+    return recorder
 
 
-def partition_of(
-    llm: LLM, step: SchedulerOutput, known: dict[str, tuple[int, int]]
-) -> tuple[Partition, np.ndarray]:
-    """(partition, wanted hidden rows per rank) from the messages alone; `known`: id -> (prefill, tokens)."""
-    computed = {r.request_id: r.num_computed_tokens for r in (*step.new_requests, *step.cached_requests)}
-    for new in step.new_requests:
-        known[new.request_id] = (new.num_prefill_tokens, len(new.token_ids))
-    for cached in step.cached_requests:
-        prefill, tokens = known[cached.request_id]
-        known[cached.request_id] = (prefill, tokens + len(cached.new_token_ids))
-    ids = list(step.num_scheduled_tokens)
-    num_computed = np.array([computed[i] for i in ids])
-    num_scheduled = np.array([step.num_scheduled_tokens[i] for i in ids])
-    is_prefill = num_computed < np.array([known[i][0] for i in ids])
-    size = llm.engine.config.parallel.prefill_context_parallel_size
-    parts = partition(num_computed, num_scheduled, is_prefill, size=size, min_split_tokens=1)
-    ends = np.cumsum(num_scheduled)
-    sampled = num_computed + num_scheduled == np.array([known[i][1] for i in ids])
-    ranks, _ = locate_tokens(parts, np.concatenate([[0], ends]), ends[sampled] - 1)
-    return parts, np.bincount(ranks, minlength=size)
+def partitions_of(
+    config: EngineConfig, steps: Sequence[SchedulerOutput]
+) -> Iterator[tuple[Partition, np.ndarray]]:
+    """(partition, wanted hidden rows per rank) of a replica's steps, from the messages alone."""
+    known: dict[str, tuple[int, int]] = {}  # id -> (prefill tokens, tokens)
+    for step in steps:
+        computed = {r.request_id: r.num_computed_tokens for r in (*step.new_requests, *step.cached_requests)}
+        for new in step.new_requests:
+            known[new.request_id] = (new.num_prefill_tokens, len(new.token_ids))
+        for cached in step.cached_requests:
+            prefill, tokens = known[cached.request_id]
+            known[cached.request_id] = (prefill, tokens + len(cached.new_token_ids))
+        ids = list(step.num_scheduled_tokens)
+        num_computed = np.array([computed[i] for i in ids], np.int64)
+        num_scheduled = np.array([step.num_scheduled_tokens[i] for i in ids], np.int64)
+        is_prefill = num_computed < np.array([known[i][0] for i in ids], np.int64)
+        size = config.parallel.prefill_context_parallel_size
+        parts = partition(num_computed, num_scheduled, is_prefill, size=size, min_split_tokens=1)
+        ends = np.cumsum(num_scheduled)
+        sampled = num_computed + num_scheduled == np.array([known[i][1] for i in ids], np.int64)
+        ranks, _ = locate_tokens(parts, np.concatenate([[0], ends]), ends[sampled] - 1)
+        yield parts, np.bincount(ranks, minlength=size)
+
+
+# Every layout, every rank
+
+
+class SentIds:
+    """Experts of the tokens that each rank sends, by rank and layer call."""
+
+    def __init__(self, executor: ThreadExecutor) -> None:
+        self.by_rank: list[list[np.ndarray]] = []
+        for runner in executor.runners:
+            calls: list[np.ndarray] = []
+            self.by_rank.append(calls)
+            if (parallel := runner._experts) is not None:
+                parallel.dispatch = self._noting(parallel, parallel.dispatch, calls)
+
+    @staticmethod
+    def _noting(parallel, dispatch, calls):
+        def noting(x, weights, ids):
+            calls.append(ids.numpy()[parallel.share.rows])
+            return dispatch(x, weights, ids)
+
+        return noting
+
+    def num_bytes(self, config: EngineConfig, rank: int) -> int:
+        """What a rank's dispatches and answers have sent to others, summed over layers and steps."""
+        group = Mesh.of(config.parallel).group_of("ep", rank)
+        model, total = config.model, 0
+        for ids in zip(*(self.by_rank[peer] for peer in group), strict=True):
+            rows = dispatch_rows(ids, model.moe.num_experts)
+            sent = expert_bytes(rows, model.hidden_size, model.moe.top_k, 4)[group.index(rank)]
+            most = max(len(own) for own in ids)
+            form = expert_bytes_all_gather_form(most, len(group), model.hidden_size, model.moe.top_k, 4)
+            assert sent <= form
+            total += int(sent)
+        return total
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_rank_sends_what_the_formula_says(folder: Path, layout: str) -> None:
+    """Summed over the steps: the ranks of a pipeline or of several replicas are in different ones."""
+    with ThreadLLM(str(folder), **OPTIONS, check_step_plans="off", **layout_options(layout)) as llm:
+        config, executor = llm.engine.config, llm.executor
+        ids = SentIds(executor)
+        recorder = record(llm, [100, 3, 57, 1, 1], max_tokens=5)
+        executor.synchronize()
+        parts = [list(partitions_of(config, steps)) for steps in recorder.steps]
+        mesh = Mesh.of(config.parallel)
+        for rank, groups in enumerate(executor.groups):
+            at, expected = mesh.coords(rank), Counter()
+            for part, wanted in parts[at.dp]:
+                expected.update(step_traffic(config, part, at, wanted, int(wanted.sum())))
+            expected["ep.all_to_all"] = ids.num_bytes(config, rank)
+            counted = Counter({key: n for group in groups.values() for key, (_, n) in group.traffic.items()})
+            assert +counted == +expected, (rank, at)
+        assert ("EP" in layout) == any(ids.by_rank)
+
+
+# Processes, step by step
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Iterator[LLM]:
+    options = {"threads_per_rank": 1, "skip_tokenizer_init": True, **layout_options("TP2 PCP2")}
+    with LLM(str(folder), **OPTIONS, **options) as engine:
+        yield engine
 
 
 def test_counted_bytes_equal_the_formula(llm: LLM) -> None:
-    steps = record(llm, [100, 3, 57, 1, 1], max_tokens=5)
-    known: dict[str, tuple[int, int]] = {}
+    config = llm.engine.config
+    recorder = record(llm, [100, 3, 57, 1, 1], max_tokens=5)
     kinds = set()
-    for step, output in steps:
-        parts, wanted = partition_of(llm, step, known)
-        expected = step_traffic(llm.engine.config, parts, 0, wanted, int(wanted.sum()))
-        counted = output.stats.bytes_sent
-        assert counted.get("pcp.all_gather", 0) == expected.pcp_all_gather
-        assert counted.get("tp.all_reduce", 0) == expected.tp_all_reduce
-        assert counted.get("tp.all_gather", 0) == expected.tp_all_gather
-        assert set(counted) <= {"pcp.all_gather", "tp.all_reduce", "tp.all_gather"}
+    steps = zip(partitions_of(config, recorder.steps[0]), recorder.outputs[0], strict=True)
+    for (parts, wanted), output in steps:
+        assert output.stats.bytes_sent == step_traffic(config, parts, FIRST, wanted, int(wanted.sum()))
         assert output.stats.rank_tokens == parts.num_tokens.tolist()
         assert output.stats.rank_causal_pairs == parts.causal_pairs.tolist()
         kinds.add((bool(parts.num_prefill_tokens.any()), bool(parts.num_decode_tokens.any())))
@@ -109,11 +184,9 @@ def test_counted_bytes_equal_the_formula(llm: LLM) -> None:
 
 def test_a_chunk_that_is_not_the_last_moves_no_hidden_state(llm: LLM) -> None:
     config = llm.engine.config
-    step, output = record(llm, [200], max_tokens=1)[0]
-    if config.parallel.prefill_context_parallel_size == 1:
-        assert "pcp.all_gather" not in output.stats.calls, "one PCP rank sends nothing"
-        return
-    parts, _ = partition_of(llm, step, {})
+    recorder = record(llm, [200], max_tokens=1)
+    step, output = recorder.steps[0][0], recorder.outputs[0][0]
+    parts, _ = next(partitions_of(config, [step]))
     token_bytes = config.model.num_layers * config.model.mla.token_dim * 4
     assert sum(step.num_scheduled_tokens.values()) < 200
     assert output.stats.bytes_sent["pcp.all_gather"] == parts.num_prefill_tokens.max() * token_bytes
@@ -121,9 +194,11 @@ def test_a_chunk_that_is_not_the_last_moves_no_hidden_state(llm: LLM) -> None:
 
 
 def test_a_decode_step_does_one_pcp_collective(llm: LLM) -> None:
-    steps = record(llm, [9, 5, 12], max_tokens=6)
-    decode = [output for step, output in steps if set(step.num_scheduled_tokens.values()) == {1}]
+    recorder = record(llm, [9, 5, 12], max_tokens=6)
+    decode = [
+        output
+        for step, output in zip(recorder.steps[0], recorder.outputs[0])
+        if set(step.num_scheduled_tokens.values()) == {1}
+    ]
     assert len(decode) >= 5
-    for output in decode:
-        expected = 0 if llm.engine.config.parallel.prefill_context_parallel_size == 1 else 1
-        assert output.stats.calls.get("pcp.all_gather", 0) == expected
+    assert all(output.stats.calls["pcp.all_gather"] == 1 for output in decode)

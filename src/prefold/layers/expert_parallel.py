@@ -177,6 +177,7 @@ class ExpertParallel:
 
     Attributes:
         held: experts of this rank; may be empty.
+        share: of the present step's rows.
     """
 
     def __init__(self, groups: dict[str, Group], num_experts: int, workspace: Workspace) -> None:
@@ -189,18 +190,16 @@ class ExpertParallel:
 
     def begin_step(self, plan: ExpertPlan) -> None:
         """Layers called from now on compute the rows of `plan`."""
-        self._share = TokenShare.of(
-            plan, self._tp.rank, self._tp.size, self._dcp_pcp.rank, self._dcp_pcp.size
-        )
+        self.share = TokenShare.of(plan, self._tp.rank, self._tp.size, self._dcp_pcp.rank, self._dcp_pcp.size)
         self.capacity_tokens = plan.capacity_tokens
-        assert len(self._share.rows) <= plan.capacity_tokens, (len(self._share.rows), plan)
+        assert len(self.share.rows) <= plan.capacity_tokens, (len(self.share.rows), plan)
 
     def dispatch(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> Dispatch:
         """Start to send this rank's share of x [n, hidden] to the experts ids [n, top_k].
 
         `weights` [n, top_k] float32 go along. All three are copied.
         """
-        sent, format = self._share.rows, RowFormat(x.shape[1], ids.shape[1], x.dtype)
+        sent, format = self.share.rows, RowFormat(x.shape[1], ids.shape[1], x.dtype)
         places = self._place_of_expert[ids.cpu().numpy()[sent]]  # [sent, top_k]
         needed = np.zeros((self._ep.size, len(sent)), bool)
         needed[places.T, np.arange(len(sent))] = True
@@ -244,7 +243,7 @@ class ExpertParallel:
 
     def _gather_decode_(self, out: torch.Tensor) -> None:
         """Take decode rows from the rank of the `dcp_pcp` group that sent them."""
-        run, sent, stride = self._share.decode_run, self._share.decode_sent, self._share.stride
+        run, sent, stride = self.share.decode_run, self.share.decode_sent, self.share.stride
         own = self._workspace.get("ep.decode", (stride, out.shape[1]), out.dtype)
         own[: len(sent)].copy_(out[sent.start : sent.stop])
         shape = (self._dcp_pcp.size, *own.shape)
