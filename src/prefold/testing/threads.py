@@ -277,6 +277,8 @@ class ThreadGroup:
         if len(started) >= IN_FLIGHT:
             with self._hub.condition:
                 last = started.pop(0)
+                held = self._holders(last)
+                assert self.rank not in held, f"release call {last}, {op}, before the second after it"
                 self._wait(op, lambda: self._holders(last))
         sequence = self._post(signature, rows, num_bytes)
         started.append(sequence)
