@@ -58,6 +58,7 @@ class FakeWorker:
 
     block_size: int
     budget: int
+    seqs: int
     held: dict[str, HeldRequest] = field(default_factory=dict)
     kv: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = field(default_factory=dict)
     epoch: int = 0
@@ -68,6 +69,7 @@ class FakeWorker:
         for request_id in out.finished_request_ids:
             del self.held[request_id]  # KeyError: told twice, or never held
         self._add(out)
+        assert len(self.held) <= self.seqs, "there is a row for each of max_num_seqs requests"
         self._extend(out)
         told = [c.request_id for c in out.cached_requests] + [n.request_id for n in out.new_requests]
         assert list(out.num_scheduled_tokens) == told, "each request of the step once, running ones first"
@@ -165,7 +167,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         limits = SchedulerConfig(seqs, budget, max_model_len)
         cache = CacheConfig(block_size, num_blocks, caching)
         self.scheduler = Scheduler(EngineConfig(None, parallel, cache, limits, RuntimeConfig()))
-        self.worker = FakeWorker(block_size * dcp, budget * pcp)
+        self.worker = FakeWorker(block_size * dcp, budget * pcp, seqs)
         self.stages = stages
         self.arrived: list[Request] = []
         self.outputs: dict[Request, list[int]] = {}
