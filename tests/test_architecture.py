@@ -50,7 +50,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tokenizer": set(),
     "step": {"request"},
     "control": {"config"},
-    "hf_config": {"config", "checkpoint_files"},
+    "hf_config": {"config", "checkpoint_files", "quantization.scheme"},
+    "quantization": {"checkpoint_files"},
+    "quantization.formats": set(),
+    "quantization.scheme": set(),
+    "quantization.catalog": {"checkpoint_files"},
     "flops": {"config"},
     "traffic": {"config", "kv_spec"} | RANK_ARITHMETIC,
     "distributed.mesh": {"config"},
@@ -69,7 +73,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "distributed": {"distributed.mesh", "config"},
     "attention": {"config", "kv_ownership", "workspace", "distributed"},
     "layers": {"config", "traffic", "workspace", "distributed"},
-    "loader": {"layers", "checkpoint_files", "config"},
+    "loader": {"layers", "checkpoint_files", "config", "quantization"},
     "attention.backend": {"config"},  # what a model sees of attention: nothing of PCP
     "models": {"attention.backend", "layers", "config", "hf_config", "workspace", "distributed"},
     "sampling": {"request", "step"},
@@ -91,7 +95,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     }
     | RANK_ARITHMETIC,
     # Beside the engine.
-    "convert": {"config", "hf_config", "checkpoint_files"},
+    "convert": {"config", "hf_config", "checkpoint_files", "quantization"},
     "kernels": set(),
 }
 """Package or module (the longest name that fits counts) -> what it may import besides itself."""
@@ -110,6 +114,9 @@ NO_TORCH = {
     "hardware",
     "metrics",
     "checkpoint_files",
+    "quantization.formats",
+    "quantization.scheme",
+    "quantization.catalog",
     "flops",
     "traffic",
     "tokenizer",

@@ -21,6 +21,7 @@ from prefold.config import (
     RopeConfig,
     checkpoint_folder,
 )
+from prefold.quantization.scheme import read_scheme
 
 SUPPORTED_ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")
 
@@ -125,18 +126,13 @@ def load_model_config(folder: str | Path, dtype: str = "auto") -> ModelConfig:
     """Read a checkpoint's config.json (and generation_config.json for the end-of-sequence tokens).
 
     `dtype` is that of weights and KV cache: "float32", "bfloat16" or "auto", the checkpoint's own.
-    Raises ValueError for what cannot be run as it is meant: an unknown architecture, quantised
-    weights, an activation, router or rope type that is not supported, float16 under "auto".
+    Raises ValueError for what cannot be run as it is meant: an unknown architecture or
+    quantisation, an activation, router or rope type that is not supported, float16 under "auto".
     """
     path = checkpoint_folder(str(folder))
     raw = _read_json(path / "config.json")
     architecture = _architecture(raw, path)
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "unknown")
-        raise ValueError(
-            f"{path} holds quantised weights (quant_method {method!r}): only float32 and bfloat16 weights "
-            "are supported"
-        )
+    read_scheme(path)  # refuses what cannot be loaded
     get = _Reader(raw, _DEFAULTS[architecture], path / "config.json")
     if get("hidden_act") not in HIDDEN_ACTS:
         raise ValueError(
@@ -349,6 +345,7 @@ def _dtype(raw: dict, dtype: str, path: Path) -> str:
     if found is None:
         names = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
         stored = {entry.dtype for entry in check_checkpoint_files(path).values() if len(entry.shape) > 1}
+        stored -= {"F8_E4M3", "U8"}  # of quantised weights, which are expanded
         # A float32 router beside bfloat16 weights is usual, so the narrower one is the model's.
         found = min((names.get(name, name) for name in stored), default="float32")
     found = str(found).removeprefix("torch.")

@@ -1,21 +1,23 @@
-"""Weights from safetensors into a model, one tensor at a time, only this rank's part of each."""
+"""Weights from a checkpoint into a model, one tensor at a time, only this rank's part of each."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from safetensors import SafetensorError, safe_open
 
 from prefold.checkpoint_files import TensorEntry, check_checkpoint_files
 from prefold.layers.weight import Weight
+from prefold.quantization.catalog import StoredTensor, catalog
+from prefold.quantization.scheme import read_scheme
+from prefold.quantization.tensors import BlockScaledTensor
 
 SHOWN = 5
 """Tensors that an error names; the rest are counted."""
-
-STORED_DTYPES = ("F32", "BF16", "F16")
-"""What a checkpoint's tensors may be stored as; values are converted to the parameter's dtype."""
 
 
 class Loadable(Protocol):
@@ -26,72 +28,139 @@ class Loadable(Protocol):
     def ignorable(self, name: str) -> bool: ...
 
 
-def load_weights(
-    model: Loadable, folder: str | Path, progress: Callable[[int, int], None] | None = None
-) -> None:
-    """Fill `model`'s parameters from the checkpoint in `folder`.
+Read = Callable[[tuple[slice, ...], torch.Tensor], None]
+"""read(slices, out): that part of a tensor into `out`, converted to its dtype."""
 
-    Strict: raises ValueError naming tensors that are missing, unexpected, of another shape or of a
-    dtype that is no plain float, before the first is read. `progress(done, total)` counts tensors.
+
+class WeightSource(Protocol):
+    """Where weights come from. Tensors have the names of Hugging Face checkpoints, whatever the file's."""
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        ...
+
+    @property
+    def tensors(self) -> Mapping[str, StoredTensor]: ...
+
+    def open(self, names: Iterable[str]) -> Iterator[tuple[str, Read]]:
+        """Each of `names` in the order in which they are best read, readable until the next is asked for."""
+        ...
+
+
+def load_weights(
+    model: Loadable,
+    source: str | Path | WeightSource,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Fill `model`'s parameters from `source`, usually a checkpoint folder.
+
+    Quantised weights are dequantised in tiles of rows: no tensor is ever in memory whole in float32.
+    Strict: raises ValueError naming tensors that are missing, unexpected, of another shape or stored in a
+    form that is not supported, before the first is read. `progress(done, total)` counts tensors.
 
     A tensor that a model names without a part for itself is checked and not read.
     """
-    entries = check_checkpoint_files(folder)
-    weights = {weight.name: weight for weight in model.weights(entries.keys())}
-    _check(weights, entries, model, Path(folder))
-    by_file: dict[Path, list[Weight]] = {}
-    needed = [weight for weight in weights.values() if weight.parts]
-    for weight in needed:
-        by_file.setdefault(entries[weight.name].file, []).append(weight)
-    done = 0
-    for file, file_weights in by_file.items():
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                for weight in file_weights:
-                    _copy(weight, tensors)
-                    done += 1
-                    if progress is not None:
-                        progress(done, len(needed))
-        except SafetensorError as error:
-            raise ValueError(f"{file} is corrupt: {error}") from None
+    opened = SafetensorsSource(source) if isinstance(source, str | Path) else source
+    weights = {weight.name: weight for weight in model.weights(opened.tensors.keys())}
+    _check(weights, opened, model)
+    needed = [weight.name for weight in weights.values() if weight.parts]
+    for done, (name, read) in enumerate(opened.open(needed), 1):
+        for slices, destination in weights[name].parts:
+            if destination.numel():
+                read(slices, destination)
+        if progress is not None:
+            progress(done, len(needed))
 
 
-def _copy(weight: Weight, tensors: safe_open) -> None:
-    source = tensors.get_slice(weight.name)
-    for slices, destination in weight.parts:
-        if destination.numel():
-            destination.copy_(source[slices])
+class SafetensorsSource:
+    """A checkpoint folder. ValueError if files are missing or damaged, or its quantisation is unknown."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.name = str(folder)
+        self._entries: dict[str, TensorEntry] = check_checkpoint_files(folder)
+        self.tensors = catalog(self._entries, read_scheme(folder))
+
+    def open(self, names: Iterable[str]) -> Iterator[tuple[str, Read]]:
+        """See `WeightSource`: file by file. Scales may lie in other files than their weights."""
+        by_file: dict[Path, list[StoredTensor]] = {}
+        for name in names:
+            tensor = self.tensors[name]
+            by_file.setdefault(self._entries[tensor.parts[0]].file, []).append(tensor)
+        for tensors in by_file.values():
+            with ExitStack() as stack:
+                files: dict[Path, safe_open] = {}
+                for tensor in tensors:
+                    for file in {self._entries[part].file for part in tensor.parts} - files.keys():
+                        files[file] = stack.enter_context(_opened(file))
+                    yield tensor.name, self._reader(tensor, files)
+
+    def _reader(self, tensor: StoredTensor, files: dict[Path, safe_open]) -> Read:
+        parts = [(files[self._entries[part].file], part) for part in tensor.parts]
+        path = self._entries[tensor.parts[0]].file
+        with _naming(path):
+            file, name = parts[0]
+            values = file.get_slice(name)
+            if tensor.format is None:
+                return _guarded(path, lambda slices, out: out.copy_(values[slices]))
+            file, name = parts[1]
+            scales = file.get_slice(name)
+            if len(self._entries[name].shape) < 2:
+                scales = file.get_tensor(name).reshape(-1, 1)
+            global_scale = [file.get_tensor(name) for file, name in parts[2:]]
+        quantized = BlockScaledTensor(tensor.format, tensor.shape, values, scales, *global_scale)
+        return _guarded(path, lambda slices, out: quantized.dequantize(slices[0], slices[1], out))
 
 
-def _check(
-    weights: dict[str, Weight], entries: dict[str, TensorEntry], model: Loadable, folder: Path
-) -> None:
-    missing = [name for name in weights if name not in entries]
+def _guarded(path: Path, read: Callable[[tuple[slice, ...], torch.Tensor], object]) -> Read:
+    def guarded(slices: tuple[slice, ...], out: torch.Tensor) -> None:
+        with _naming(path):
+            read(slices, out)
+
+    return guarded
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Errors of safetensors do not say which file they are about."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise ValueError(f"{path} is corrupt: {error}") from None
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[safe_open]:
+    with _naming(path):
+        file = safe_open(path, framework="pt")
+    with file:
+        yield file
+
+
+def _check(weights: dict[str, Weight], source: WeightSource, model: Loadable) -> None:
+    found = source.tensors
     # A tensor without elements says nothing: transformers writes them for zero shared experts.
     unexpected = [
         name
-        for name, entry in entries.items()
-        if name not in weights and 0 not in entry.shape and not model.ignorable(name)
+        for name, tensor in found.items()
+        if name not in weights and 0 not in tensor.shape and not model.ignorable(name)
     ]
+    present = {name: weight for name, weight in weights.items() if name in found}
+    unreadable = [problem for name in present if (problem := found[name].problem)]
     misshapen = [
-        f"{name} is {list(entries[name].shape)}, needs {list(weight.shape)}"
-        for name, weight in weights.items()
-        if name in entries and entries[name].shape != weight.shape
-    ]
-    foreign = [
-        f"{name} is {entries[name].dtype}"
-        for name in weights
-        if name in entries and entries[name].dtype not in STORED_DTYPES
+        f"{name} is {list(found[name].shape)}, needs {list(weight.shape)}"
+        for name, weight in present.items()
+        if found[name].shape != weight.shape and found[name].problem is None
     ]
     problems = [
         f"{len(names)} {kind}: {', '.join(names[:SHOWN])}{', ...' if len(names) > SHOWN else ''}"
         for kind, names in (
-            ("missing tensors", missing),
+            ("missing tensors", [name for name in weights if name not in found]),
             ("unexpected tensors", unexpected),
             ("tensors of another shape", misshapen),
-            (f"tensors stored as none of {', '.join(STORED_DTYPES)}", foreign),
+            ("tensors that cannot be read", unreadable),
         )
         if names
     ]
     if problems:
-        raise ValueError(f"{folder} does not fit its config.json: {'; '.join(problems)}")
+        raise ValueError(f"{source.name} does not fit its config.json: {'; '.join(problems)}")

@@ -199,7 +199,7 @@ def test_every_layer_dense(load):
     ("change", "message"),
     [
         ({"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM.*DeepseekV2ForCausalLM, DeepseekV3"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantised.*fp8"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quant_method 'gptq'.*supported: fp8"),
         ({"hidden_act": "relu"}, "hidden_act='relu'.*silu"),
         ({"torch_dtype": "float16"}, "float16.*--dtype float32"),
         ({"rope_scaling": {"type": "su", "factor": 2}}, "'su'.*yarn"),
