@@ -57,12 +57,12 @@ def check_plan(tp: Group, pcp: Group, step_id: int, checksum: int) -> None:
     """
     own = torch.tensor([tp.ranks[tp.rank], checksum])
     found = pcp.all_gather(tp.all_gather(own)).view(-1, 2).tolist()
-    counts = Counter(checksum for _, checksum in found)
-    most_common = counts.most_common(1)[0][0]
-    differing = sorted(rank for rank, checksum in found if checksum != most_common)
-    if differing:
-        plans = ", ".join(f"rank {rank} {checksum:08x}" for rank, checksum in sorted(found))
-        raise CollectiveError(
-            f"step {step_id}: ranks have planned different steps: {', '.join(map(str, differing))} differ "
-            f"from the others (checksums: {plans})"
-        )
+    if all(other == checksum for _, other in found):
+        return
+    most_common = Counter(other for _, other in found).most_common(1)[0][0]
+    differing = ", ".join(str(rank) for rank, other in sorted(found) if other != most_common)
+    plans = ", ".join(f"rank {rank} {other:08x}" for rank, other in sorted(found))
+    raise CollectiveError(
+        f"step {step_id}: ranks have planned different steps: {differing} differ from the others "
+        f"(checksums: {plans})"
+    )
