@@ -27,10 +27,17 @@ SCHEDULED = st.one_of(st.just(1), st.integers(1, 40), st.integers(1, 400))
 REQUEST = st.tuples(COMPUTED, SCHEDULED, st.booleans())
 
 
-def make(requests, size, min_split_tokens=0):
+def make(requests, size, min_split_tokens=0, decode_unit=1):
     """(partition, query_start_loc) of [(num_computed, num_scheduled, is_prefill)]."""
     columns = [np.array([request[i] for request in requests], np.int64) for i in range(3)]
-    layout = partition(columns[0], columns[1], columns[2].astype(bool), size, min_split_tokens)
+    layout = partition(
+        columns[0],
+        columns[1],
+        columns[2].astype(bool),
+        size,
+        min_split_tokens,
+        decode_unit=decode_unit,
+    )
     return layout, np.concatenate([[0], np.cumsum(columns[1])])
 
 
@@ -61,6 +68,16 @@ def batches(max_requests=12):
     )
 
 
+def batches_with_units(max_requests=12):
+    """(requests, size, min_split_tokens, decode_unit): units of any number of ranks."""
+    sizes = st.integers(1, 16).flatmap(
+        lambda unit: st.tuples(st.integers(1, 16 // unit).map(lambda units: unit * units), st.just(unit))
+    )
+    return st.tuples(st.lists(REQUEST, max_size=max_requests), st.sampled_from([0, 1, 20, 64]), sizes).map(
+        lambda drawn: (drawn[0], drawn[2][0], drawn[1], drawn[2][1])
+    )
+
+
 def test_worked_examples():
     result = doctest.testmod(pcp_layout)
     assert result.attempted > 0
@@ -68,28 +85,43 @@ def test_worked_examples():
 
 
 @PROPERTY
-@given(batches())
-@example(([], 4, 0))
-@example(([(0, 1, True)], 16, 0))
-def test_every_token_is_computed_by_exactly_one_rank(batch):
-    requests, size, min_split_tokens = batch
-    layout, _ = make(requests, size, min_split_tokens)
+@given(batches_with_units())
+@example(([], 4, 0, 2))
+@example(([(0, 1, True)], 16, 0, 1))
+def test_every_token_is_computed_by_one_rank_or_by_all_of_a_unit(batch):
+    requests, size, min_split_tokens, unit = batch
+    layout, _ = make(requests, size, min_split_tokens, unit)
     rows = rows_of(layout)
-    seen = [(request, position) for _, request, start, end, _ in rows for position in range(start, end)]
-    expected = [(i, n + k) for i, (n, num_tokens, _) in enumerate(requests) for k in range(num_tokens)]
-    assert sorted(seen) == expected
-    assert all(start < end for _, _, start, end, _ in rows)
-    assert all(prefill == requests[request][2] for _, request, _, _, prefill in rows)
+    seen = {}
+    for rank, request, start, end, is_prefill in rows:
+        assert start < end
+        assert is_prefill == requests[request][2]
+        for position in range(start, end):
+            seen.setdefault((request, position), []).append(rank)
+    expected = {(i, n + k) for i, (n, num_tokens, _) in enumerate(requests) for k in range(num_tokens)}
+    assert seen.keys() == expected
+    for (request, _), ranks in seen.items():
+        num_ranks = 1 if requests[request][2] else unit
+        assert ranks == list(range(ranks[0], ranks[0] + num_ranks))
+        assert ranks[0] % num_ranks == 0
     for i, request in enumerate(requests):
         if stays_whole(request, size, min_split_tokens):
-            assert sum(row[1] == i for row in rows) == 1
+            assert sum(row[1] == i for row in rows) == (1 if request[2] else unit)
 
 
 @PROPERTY
 @given(batches())
-def test_rows_are_ordered_and_counts_are_those_of_the_rows(batch):
+def test_a_unit_of_one_rank_is_no_unit(batch):
     requests, size, min_split_tokens = batch
-    layout, _ = make(requests, size, min_split_tokens)
+    with_unit = rows_of(make(requests, size, min_split_tokens, decode_unit=1)[0])
+    assert with_unit == rows_of(make(requests, size, min_split_tokens)[0])
+
+
+@PROPERTY
+@given(batches_with_units())
+def test_rows_are_ordered_and_counts_are_those_of_the_rows(batch):
+    requests, size, min_split_tokens, unit = batch
+    layout, _ = make(requests, size, min_split_tokens, unit)
     rows = rows_of(layout)
     assert rows == sorted(rows, key=lambda row: (row[0], not row[4], row[1], row[2]))
     for rank in range(size):
@@ -115,10 +147,10 @@ def test_causal_pairs_counts_the_keys_of_each_query():
 
 
 @PROPERTY
-@given(batches())
+@given(batches_with_units())
 def test_gather_then_restore_is_the_identity(batch):
-    requests, size, min_split_tokens = batch
-    layout, query_start_loc = make(requests, size, min_split_tokens)
+    requests, size, min_split_tokens, unit = batch
+    layout, query_start_loc = make(requests, size, min_split_tokens, unit)
     x = np.arange(query_start_loc[-1]) * 7 + 3
     local = [x[local_token_indices(layout, rank, query_start_loc)] for rank in range(size)]
     rank, index = locate_tokens(layout, query_start_loc, np.arange(x.size))
@@ -127,10 +159,10 @@ def test_gather_then_restore_is_the_identity(batch):
 
 
 @PROPERTY
-@given(batches(), st.integers(0, 5))
+@given(batches_with_units(), st.integers(0, 5))
 def test_index_helpers_against_a_walk_over_the_rows(batch, gap):
-    requests, size, min_split_tokens = batch
-    layout, query_start_loc = make(requests, size, min_split_tokens)
+    requests, size, min_split_tokens, unit = batch
+    layout, query_start_loc = make(requests, size, min_split_tokens, unit)
     query_start_loc = query_start_loc + gap * np.arange(len(requests) + 1)
     local = {rank: [] for rank in range(size)}
     kinds = {True: {rank: [] for rank in range(size)}, False: {rank: [] for rank in range(size)}}
@@ -138,7 +170,7 @@ def test_index_helpers_against_a_walk_over_the_rows(batch, gap):
     for rank, request, start, end, is_prefill in rows_of(layout):
         for position in range(start, end):
             token = int(query_start_loc[request]) + position - requests[request][0]
-            place[token] = (rank, len(local[rank]))
+            place.setdefault(token, (rank, len(local[rank])))  # the first of a unit
             local[rank].append(token)
             kinds[is_prefill][rank].append(token)
     for rank in range(size):
@@ -220,6 +252,30 @@ def test_split_requests_do_not_add_to_the_imbalance_of_whole_ones(batch):
     assert spread(layout.num_tokens) <= max(1, spread(of_whole))
     if all(num_tokens == 1 for _, num_tokens, _ in whole):
         assert spread(layout.num_tokens) <= 1
+
+
+@PROPERTY
+@given(batches_with_units(max_requests=40))
+def test_units_balance_like_ranks(batch):
+    """Decode rows among units, short prefills among ranks, each as evenly as if they were alone; and split
+    requests add nothing."""
+    requests, size, min_split_tokens, unit = batch
+    if unit == 1:
+        return  # decode rows and short prefills are dealt together: see above
+    layout, _ = make(requests, size, min_split_tokens, unit)
+    decode = [r for r in requests if not r[2]]
+    for rank in range(size):
+        first = rank // unit * unit
+        assert layout.num_decode_tokens[rank] == layout.num_decode_tokens[first]
+    of_decode = make(decode, size // unit)[0]
+    assert layout.num_decode_tokens[::unit].tolist() == of_decode.num_tokens.tolist()
+    whole = [r for r in requests if stays_whole(r, size, min_split_tokens)]
+    of_whole = make(whole, size, min_split_tokens, unit)[0]
+    assert spread(layout.num_tokens) <= max(1, spread(of_whole.num_tokens))
+    if all(num_tokens == 1 for _, num_tokens, _ in whole):
+        assert spread(of_whole.num_decode_tokens) <= 1
+        assert spread(of_whole.num_prefill_tokens) <= 1
+        assert spread(layout.num_tokens) <= 2
 
 
 @pytest.mark.parametrize("size", SIZES)
