@@ -21,6 +21,7 @@ LAYOUTS = [
     *("TP2", "TP4", "PCP2", "PCP3", "PCP4", "PCP8", "DP2 EP", "PP2", "PP3", "DP2"),
     *("TP2 PCP2", "PCP2 EP", "PCP3 EP", "PCP4 EP", "TP2 PCP2 EP", "PP2 PCP2", "PP2 TP2 PCP2"),
     *("DP2 PCP2 EP", "DP2 TP2 EP"),
+    *("TP2 DCP2", "PCP2 DCP2", "PCP4 DCP2", "PCP4 DCP4", "TP2 PCP2 DCP4", "PP2 PCP2 DCP2 EP"),
 ]
 """Most tests run on all of these. PP3 needs three layers, all others run two."""
 
