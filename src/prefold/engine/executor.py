@@ -58,10 +58,6 @@ class Executor(Protocol):
         """
         ...
 
-    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        """Run one step on replica 0: `submit` and `receive`."""
-        ...
-
     def check_health(self) -> None:
         """Raises:
         EngineDeadError: a rank has failed, now or before.
@@ -102,11 +98,6 @@ class InProcessExecutor:
         output = self._worker.execute(self._steps.popleft())
         assert output is not None
         return 0, output
-
-    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        """See Executor.execute."""
-        self.submit(0, step)
-        return self.receive()[1]
 
     def check_health(self) -> None:
         """See Executor.check_health."""
@@ -214,11 +205,6 @@ class MultiProcessExecutor:
         expected = self._in_flight[replica].popleft()
         assert output.step_id == expected, (rank, output.step_id, expected)
         return replica, output
-
-    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        """See Executor.execute."""
-        self.submit(0, step)
-        return self.receive()[1]
 
     def check_health(self) -> None:
         """See Executor.check_health."""
