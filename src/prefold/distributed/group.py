@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Protocol, TypeVar
 
@@ -296,8 +295,11 @@ class Group:
         sequence, step = self._sequence, self.step
 
         def wait() -> list[torch.Tensor]:
-            with self._named(op, sequence, step):
-                return [part if shape is None else part.view(shape) for part in pending.wait()]
+            try:
+                parts = pending.wait()
+            except (RanksMissing, CollectiveError) as error:
+                raise self._explained(error, op, sequence, step) from error
+            return parts if shape is None else [part.view(shape) for part in parts]
 
         return wait
 
@@ -319,22 +321,22 @@ class Group:
         if self.trace is not None:
             dtype = "" if x is None else str(x.dtype)
             self.trace.append((self.name, op, shape or (() if x is None else tuple(x.shape)), dtype))
-        with self._named(op, self._sequence, self.step):
-            return run(self._collectives)
-
-    @contextmanager
-    def _named(self, op: str, sequence: int, step: int | None) -> Iterator[None]:
-        """Say in errors which call of which group it was."""
         try:
-            yield
-        except RanksMissing as error:
-            missing = [self.ranks[rank] for rank in error.missing]
-            if error.reason is None:
-                raise CollectiveTimeout(op, self.name, sequence, missing, self._timeout_s, step) from error
-            call = describe_call(op, self.name, sequence, step)
-            raise CollectiveError(f"{call}: {error.reason}; {describe_missing(missing)}") from error
-        except CollectiveError as error:
-            raise CollectiveError(f"{describe_call(op, self.name, sequence, step)}: {error}") from error
+            return run(self._collectives)
+        except (RanksMissing, CollectiveError) as error:
+            raise self._explained(error, op, self._sequence, self.step) from error
+
+    def _explained(
+        self, error: RanksMissing | CollectiveError, op: str, sequence: int, step: int | None
+    ) -> CollectiveError:
+        """The error, saying which call of which group it was."""
+        call = describe_call(op, self.name, sequence, step)
+        if isinstance(error, CollectiveError):
+            return CollectiveError(f"{call}: {error}")
+        missing = [self.ranks[rank] for rank in error.missing]
+        if error.reason is None:
+            return CollectiveTimeout(op, self.name, sequence, missing, self._timeout_s, step)
+        return CollectiveError(f"{call}: {error.reason}; {describe_missing(missing)}")
 
 
 def begin_step(groups: dict[str, Group], step_id: int) -> None:

@@ -200,7 +200,8 @@ class Channel:
         """
         if x is None:
             return self.publish()
-        self.claim(x.nbytes, x.numel(), x.dtype).view(x.shape).copy_(x)
+        slot = self.claim(x.nbytes, x.numel(), x.dtype)
+        (slot if x.dim() == 1 else slot.view(x.shape)).copy_(x)
         return self.publish()
 
     def claim(self, num_bytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
