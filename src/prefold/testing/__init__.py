@@ -11,12 +11,15 @@ from prefold.testing.run_ranks import run_ranks
 if TYPE_CHECKING:
     from prefold.testing.checkpoints import make_benchmark_checkpoint, make_checkpoint
     from prefold.testing.dense import DenseContext
+    from prefold.testing.quantized import dequantized_checkpoint, quantize_checkpoint
     from prefold.testing.threads import run_mesh_threads, run_threads
 
 __all__ = [
     "DenseContext",
+    "dequantized_checkpoint",
     "make_benchmark_checkpoint",
     "make_checkpoint",
+    "quantize_checkpoint",
     "run_mesh_threads",
     "run_ranks",
     "run_threads",
@@ -24,8 +27,10 @@ __all__ = [
 
 _HOME = {
     "DenseContext": "prefold.testing.dense",
+    "dequantized_checkpoint": "prefold.testing.quantized",
     "make_benchmark_checkpoint": "prefold.testing.checkpoints",
     "make_checkpoint": "prefold.testing.checkpoints",
+    "quantize_checkpoint": "prefold.testing.quantized",
     "run_mesh_threads": "prefold.testing.threads",
     "run_threads": "prefold.testing.threads",
 }
