@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from prefold import SamplingParams
+from prefold import LLM, SamplingParams
 from prefold.config import EngineConfig
 from prefold.engine.args import EngineArgs
-from prefold.engine.executor import Executor, MultiProcessExecutor
+from prefold.engine.executor import Executor
 from prefold.step import ModelRunnerOutput, SchedulerOutput
 from prefold.testing.checkpoints import make_checkpoint
 from prefold.testing.thread_executor import ThreadExecutor, ThreadLLM
@@ -177,15 +177,22 @@ def test_stages_repeat_the_single_rank(checkpoint: Path, recorded: Recorded, nam
 
 @pytest.mark.parametrize("name", ["pp2", "pp2_tp2", "pp2_pcp2"])
 def test_stages_in_processes(checkpoint: Path, recorded: Recorded, name: str):
-    executor = MultiProcessExecutor(config_of(checkpoint, LAYOUTS[name]))
-    try:
+    """The recorded steps, and then every length, in chunks of which several are in flight."""
+    options = {"max_num_batched_tokens": 24, "skip_tokenizer_init": True} | ENGINE | LAYOUTS[name]
+    with LLM(str(checkpoint), **options) as llm:
+        executor = llm.engine._executor
         for in_flight in (1, 2):
             check(replay(executor, recorded, in_flight), recorded, exact=name == "pp2")
-            if in_flight == 1:
-                executor.submit(0, forget(recorded))
-                executor.receive()
-    finally:
-        executor.shutdown()
+            executor.submit(0, forget(recorded))
+            executor.receive()
+        prompts = [[(length * i + 5) % VOCAB for i in range(length)] for length in (*range(1, 34), 150)]
+        expected = generate(ThreadLLM(str(checkpoint), **ENGINE), prompts)
+        assert generate(llm, prompts) == expected
+
+
+def generate(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
 
 
 def forget(recorded: Recorded) -> SchedulerOutput:
@@ -255,9 +262,7 @@ def test_bad_logits_fail_one_request(checkpoint: Path, name: str):
     """The last stage says which; the others go on, and the stages before know of nothing."""
     prompts = [[7 * i + 3 for i in range(1, length)] for length in (30, 9, 20, 14)]
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-    expected = [
-        o.outputs[0].token_ids for o in ThreadLLM(str(checkpoint), **ENGINE).generate(prompts, params)
-    ]
+    expected = generate(ThreadLLM(str(checkpoint), **ENGINE), prompts)
     llm = ThreadLLM(str(checkpoint), **(ENGINE | LAYOUTS[name]))
     for runner in llm.executor.runners:
         assert runner is not None
@@ -271,8 +276,7 @@ def test_bad_logits_fail_one_request(checkpoint: Path, name: str):
         assert sample.token_ids == expected[i][: len(sample.token_ids)]
         assert len(sample.token_ids) == 8 or i in failed
     llm.engine.scheduler.check_integrity()
-    again = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
-    assert again == expected
+    assert generate(llm, prompts) == expected
 
 
 def spoil_once(model: torch.nn.Module) -> None:
