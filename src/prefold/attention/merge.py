@@ -35,15 +35,17 @@ def packed(
     return whole, whole[..., :dim], whole[..., dim]
 
 
-def merge_packed_(parts: Sequence[torch.Tensor], out: torch.Tensor, lse: torch.Tensor) -> None:
-    """Merge packed results into (out, lse), in the order given.
+def merge_packed(parts: Sequence[torch.Tensor], out: torch.Tensor, lse: torch.Tensor) -> None:
+    """Merge packed results, in the order given.
 
     Args:
-        parts: each [num_tokens, num_heads, dim + 1] float32; not changed.
-        out: [num_tokens, num_heads, dim] float32.
-        lse: [num_tokens, num_heads] float32, -inf where `out` holds nothing yet.
+        parts: at least one, each [num_tokens, num_heads, dim + 1] float32; not changed.
+        out: [num_tokens, num_heads, dim] float32, written.
+        lse: [num_tokens, num_heads] float32, written.
     """
-    for part in parts:
+    out.copy_(parts[0][..., :-1])
+    lse.copy_(parts[0][..., -1])
+    for part in parts[1:]:
         merge_(out, lse, part[..., :-1], part[..., -1])
 
 
@@ -58,10 +60,8 @@ def join_over(group: Group, out: torch.Tensor, lse: torch.Tensor, workspace: Wor
     own_out.copy_(out)
     own_lse.copy_(lse)
     _, joint, joint_lse = packed(workspace, "merge.joint", *out.shape)
-    joint.zero_()
-    joint_lse.fill_(-torch.inf)
     gather = group.start_all_gather(own)
-    merge_packed_(gather.wait(), joint, joint_lse)
+    merge_packed(gather.wait(), joint, joint_lse)
     gather.release()
     out.copy_(joint)
 
@@ -84,7 +84,5 @@ def scatter_heads(
     exchange = group.start_all_to_all(
         send.view(-1, width), counts, capacity=group.size * num_tokens, receive_counts=counts
     )
-    out.zero_()
-    lse.fill_(-torch.inf)
-    merge_packed_([part.view(num_tokens, num_heads, -1) for part in exchange.wait()], out, lse)
+    merge_packed([part.view(num_tokens, num_heads, -1) for part in exchange.wait()], out, lse)
     exchange.release()

@@ -19,7 +19,7 @@ import torch
 
 from prefold.attention.backend import AttentionBackend, Queries
 from prefold.attention.lse import merge_
-from prefold.attention.merge import merge_packed_, packed
+from prefold.attention.merge import merge_packed, packed
 from prefold.attention.mla import KVProjection, prefer_absorbed
 from prefold.attention.queries import LayerQueries
 from prefold.attention.walk import CacheReader, Segment, Walk, Walker
@@ -186,10 +186,8 @@ class Trip:
         assert self._back is not None
         shape = (len(own), self._num_heads, self._out_dim)
         _, context, context_lse = packed(tools.workspace, "travel.context", *shape)
-        context.zero_()
-        context_lse.fill_(-torch.inf)
         parts = [part.view(*shape[:2], self._out_dim + 1) for part in self._back.wait()]
-        merge_packed_(parts, context, context_lse)
+        merge_packed(parts, context, context_lse)
         self._back.release()
         if tools.absorbed:
             values = tools.workspace.get("travel.values", (len(own), *out.shape[1:]), torch.float32)
