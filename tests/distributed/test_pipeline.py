@@ -166,7 +166,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("in_flight", [1, 3, 100])
+@pytest.mark.parametrize("in_flight", [1, 5])
 def test_stages_repeat_the_single_rank(checkpoint: Path, recorded: Recorded, name: str, in_flight: int):
     """With stages alone bit for bit: what travels is what a whole model goes on from."""
     executor = ThreadExecutor(config_of(checkpoint, LAYOUTS[name]))

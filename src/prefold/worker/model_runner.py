@@ -111,7 +111,8 @@ class ModelRunner:
         wanted = WantedTokens.of(batch, self.states)
         if self._config.runtime.check_step_plans:
             checksum = plan_checksum(batch, self.states, parts, wanted.indices)
-            check_plan(self._groups["tp"], self._groups["pcp"], step.step_id, checksum)
+            device = self.kv_cache.device
+            check_plan(self._groups["tp"], self._groups["pcp"], step.step_id, checksum, device)
         traffic_before = self._traffic()  # counted is what computing the step takes, not the check
         rows = self._forward(batch, parts, wanted)
         if not self._stage.is_last or self._groups["pcp"].rank != 0:
@@ -148,7 +149,7 @@ class ModelRunner:
         capacity = dispatch_capacity(
             prefill, decode, tp=self._groups["tp"].size, u=self._groups["dcp_pcp"].size
         )
-        capacities = self._groups["dp"].all_gather(torch.tensor([capacity]))
+        capacities = self._groups["dp"].all_gather(torch.tensor([capacity], device=self.kv_cache.device))
         return ExpertPlan(int(prefill[rank]), int(decode[rank]), int(capacities.max()))
 
     def _stats(self, parts: Partition, started: float, before: dict[str, tuple[int, int]]) -> StepStats:

@@ -49,13 +49,17 @@ def plan_checksum(
     return checksum
 
 
-def check_plan(tp: Group, pcp: Group, step_id: int, checksum: int) -> None:
+def check_plan(
+    tp: Group, pcp: Group, step_id: int, checksum: int, device: torch.device | str = "cpu"
+) -> None:
     """Compare `checksum` over the PCP x TP ranks of a stage. All of them call this, and all of them raise.
+
+    `device` is where the groups' tensors live.
 
     Raises:
         CollectiveError: naming the step, and the ranks that differ from most others.
     """
-    own = torch.tensor([tp.ranks[tp.rank], checksum])
+    own = torch.tensor([tp.ranks[tp.rank], checksum], device=device)
     found = pcp.all_gather(tp.all_gather(own)).view(-1, 2).tolist()
     if all(other == checksum for _, other in found):
         return
