@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -12,68 +11,25 @@ import torch
 
 from prefold.convert.hf_source import default_wavelengths
 from prefold.convert.source import LlamaSpec
-
-TENSOR_NAMES = {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
-"""GGUF name of a module -> Hugging Face name."""
+from prefold.quantization.gguf_tensors import GGUFTensors
 
 
 class GGUFSource:
     """One GGUF file. Quantised tensors are dequantised to float32 one at a time."""
 
     def __init__(self, path: Path):
-        from gguf import GGUFReader
-
         self.name = path.name
         self.path = path
-        try:
-            reader = GGUFReader(path)
-        except ValueError as error:
-            raise ValueError(f"{path} cannot be read as GGUF: {error}") from error
-        self._fields = reader.fields
-        self._tensors = {_hf_name(tensor.name): tensor for tensor in reader.tensors}
-        self.architecture = str(self._field("general.architecture", required=True))
+        self._file = GGUFTensors(path)
+        self._field, self._tensors = self._file.field, self._file.tensors
+        self.architecture = self._file.architecture
         self.spec = self._read_spec()
 
-    def _field(self, key: str, default: Any = None, required: bool = False) -> Any:
-        if key not in self._fields:
-            if required:
-                raise ValueError(f"{self.name}: GGUF metadata lacks {key!r}")
-            return default
-        return self._fields[key].contents()
-
     def tensor_names(self) -> set[str]:
-        return set(self._tensors) - {"rope_freqs.weight"}
+        return set(self._tensors)
 
     def tensor(self, name: str) -> torch.Tensor:
-        tensor = self._raw(name)
-        spec = self.spec
-        heads = {"q_proj": spec.num_heads, "k_proj": spec.num_kv_heads}.get(name.split(".")[-2])
-        if heads is not None and self.architecture == "llama":
-            tensor = undo_permutation(tensor, heads)
-        return tensor
-
-    def _raw(self, name: str) -> torch.Tensor:
-        from gguf import quants
-
-        stored = self._tensors[name]
-        try:
-            values = quants.dequantize(stored.data, stored.tensor_type)
-        except NotImplementedError as error:
-            raise ValueError(f"{self.name}: {name} has type {stored.tensor_type.name}: {error}") from error
-        return torch.from_numpy(np.array(values))
+        return self._file.whole(name)
 
     def _read_spec(self) -> LlamaSpec:
         arch = self.architecture
@@ -99,7 +55,7 @@ class GGUFSource:
             num_layers=number("block_count"),
             hidden_size=hidden,
             intermediate_size=number("feed_forward_length"),
-            vocab_size=int(self._tensors["model.embed_tokens.weight"].shape[1]),
+            vocab_size=int(self._tensors["model.embed_tokens.weight"].shape[0]),
             num_heads=heads,
             num_kv_heads=number("attention.head_count_kv", heads),
             head_dim=head_dim,
@@ -128,8 +84,9 @@ class GGUFSource:
             raise ValueError(
                 f"{self.name}: rope scaling {scaling!r} cannot be read from GGUF (none, linear can)"
             )
-        if "rope_freqs.weight" in self._tensors:
-            waves = waves * self._raw("rope_freqs.weight")
+        factors = self._file.auxiliary("rope_freqs.weight")
+        if factors is not None:
+            waves = waves * factors
         return tuple(waves.tolist())
 
     def _token_ids(self) -> dict:
@@ -142,28 +99,6 @@ class GGUFSource:
         build_tokenizer(
             self.path, self._field("tokenizer.ggml.model"), self._field("tokenizer.ggml.pre", "default")
         ).save_pretrained(folder)
-
-
-def _hf_name(name: str) -> str:
-    """Hugging Face name of a GGUF tensor; an unknown one keeps its name, and `check_names` reports it.
-
-    >>> _hf_name("blk.3.attn_q.weight")
-    'model.layers.3.self_attn.q_proj.weight'
-    """
-    match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
-    if match is None or match[2] not in TENSOR_NAMES:
-        return name
-    prefix = f"model.layers.{match[1]}." if match[1] else ""
-    return f"{prefix}{TENSOR_NAMES[match[2]]}.{match[3]}"
-
-
-def undo_permutation(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Rows of q_proj or k_proj [num_heads * head_dim, ...] from GGUF's order to Hugging Face's.
-
-    llama.cpp rotates neighbours, so its files interleave each head's halves: rows 0, d/2, 1, d/2 + 1, ...
-    """
-    rows = tensor.unflatten(0, (num_heads, -1, 2))
-    return rows.transpose(1, 2).reshape(tensor.shape).contiguous()
 
 
 def build_tokenizer(path: Path, model: str | None, pre: str):

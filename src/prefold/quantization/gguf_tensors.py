@@ -1,0 +1,205 @@
+"""Tensors of a GGUF file under Hugging Face names, any part of each as floats.
+
+The gguf package parses the file and dequantises; here are names, the order of rows, and slices.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from prefold.quantization.catalog import StoredTensor
+from prefold.quantization.tensors import TILE
+
+TENSOR_NAMES = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+"""GGUF name of a module -> Hugging Face name."""
+
+PERMUTED_ARCHITECTURES = ("llama",)
+"""Whose files keep the rows of q_proj and k_proj in the order that rotates neighbours."""
+
+AUXILIARY = ("rope_freqs.weight",)
+"""Tensors that are no weights of a model: scaling of rotary wavelengths."""
+
+
+class GGUFTensors:
+    """One GGUF file; a `loader.WeightSource`.
+
+    Attributes:
+        tensors: weights by Hugging Face name; an unknown one keeps its name.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        """ValueError if the file cannot be parsed."""
+        from gguf import GGUFReader
+
+        path = Path(path)
+        self.name = path.name
+        try:
+            reader = GGUFReader(path)
+        except ValueError as error:
+            raise ValueError(f"{path} cannot be read as GGUF: {error}") from error
+        self._fields = reader.fields
+        self._stored = {hf_name(tensor.name): tensor for tensor in reader.tensors}
+        self.architecture = str(self.field("general.architecture", required=True))
+        self.tensors = {
+            name: StoredTensor(name, shape_of(stored), (stored.name,), problem=_problem(stored))
+            for name, stored in self._stored.items()
+            if name not in AUXILIARY
+        }
+
+    def field(self, key: str, default: Any = None, required: bool = False) -> Any:
+        """A value of the file's metadata; ValueError if a required one is missing."""
+        if key not in self._fields:
+            if required:
+                raise ValueError(f"{self.name}: GGUF metadata lacks {key!r}")
+            return default
+        return self._fields[key].contents()
+
+    def open(
+        self, names: Iterable[str]
+    ) -> Iterator[tuple[str, Callable[[tuple[slice, ...], torch.Tensor], None]]]:
+        """See `loader.WeightSource`."""
+        for name in names:
+            yield name, self._reader(name)
+
+    def whole(self, name: str) -> torch.Tensor:
+        """A whole tensor in float32; ValueError for a type that is not supported."""
+        stored = self._stored[name]
+        if problem := _problem(stored):
+            raise ValueError(f"{self.name}: {problem}")
+        out = torch.empty(shape_of(stored))
+        self._reader(name)(tuple(slice(0, n) for n in out.shape), out)
+        return out
+
+    def auxiliary(self, name: str) -> torch.Tensor | None:
+        """One of `AUXILIARY`, if the file has it."""
+        return self.whole(name) if name in self._stored else None
+
+    def matrix(self, name: str) -> GGUFMatrix:
+        """A tensor of two dims as a `QuantizedTensor`."""
+        return GGUFMatrix(self._stored[name], self._row_order(name))
+
+    def _reader(self, name: str) -> Callable[[tuple[slice, ...], torch.Tensor], None]:
+        matrix = self.matrix(name)
+        if len(shape_of(self._stored[name])) == 1:
+            return lambda slices, out: matrix.dequantize(slices[0], slice(0, 1), out[:, None])
+        return lambda slices, out: matrix.dequantize(slices[0], slices[1], out)
+
+    def _row_order(self, name: str) -> np.ndarray | None:
+        arch = self.architecture
+        module = name.split(".")[-2] if "." in name else ""
+        if arch not in PERMUTED_ARCHITECTURES or module not in ("q_proj", "k_proj"):
+            return None
+        heads = self.field(f"{arch}.attention.head_count", required=True)
+        if module == "k_proj":
+            heads = self.field(f"{arch}.attention.head_count_kv", heads)
+        return row_order(shape_of(self._stored[name])[0], heads)
+
+
+class GGUFMatrix:
+    """A tensor of a GGUF file as a `QuantizedTensor`; one of one dim [n] is taken as [n, 1].
+
+    Args:
+        stored: as gguf's reader gives it, of one or two dims.
+        order: [rows] which row of the file each row is; None: the same.
+    """
+
+    def __init__(self, stored: Any, order: np.ndarray | None) -> None:
+        from gguf import GGML_QUANT_SIZES
+
+        self._type, self._order = stored.tensor_type, order
+        shape = shape_of(stored)
+        assert len(shape) <= 2
+        self._shape = (*shape, 1)[:2]
+        self._data = stored.data if len(shape) == 2 else stored.data.reshape(self._shape[0], -1)
+        self._block, block_bytes = GGML_QUANT_SIZES[self._type]
+        # Entries of `data` per block of values: floats are read as they are, all others as bytes.
+        self._entries = block_bytes // self._data.itemsize
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._shape
+
+    def dequantize(self, rows: slice, columns: slice, out: torch.Tensor) -> None:
+        """See `QuantizedTensor`."""
+        from gguf import quants
+
+        first, last = columns.start // self._block, -(-columns.stop // self._block)
+        stored = slice(first * self._entries, last * self._entries)
+        inner = slice(columns.start - first * self._block, columns.stop - first * self._block)
+        if not out.numel():
+            return
+        step = max(1, TILE // ((last - first) * self._block))
+        for start in range(rows.start, rows.stop, step):
+            tile = slice(start, min(start + step, rows.stop))
+            taken = self._data[tile if self._order is None else self._order[tile], stored]
+            values = quants.dequantize(np.ascontiguousarray(taken), self._type)
+            into = out[tile.start - rows.start : tile.stop - rows.start]
+            # A copy where gguf hands out the file itself, which is not writable.
+            values = values if values.flags.writeable else values.copy()
+            into.copy_(torch.from_numpy(values)[:, inner])
+
+
+def hf_name(name: str) -> str:
+    """Hugging Face name of a GGUF tensor; an unknown one keeps its name.
+
+    >>> hf_name("blk.3.attn_q.weight")
+    'model.layers.3.self_attn.q_proj.weight'
+    """
+    match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
+    if match is None or match[2] not in TENSOR_NAMES:
+        return name
+    prefix = f"model.layers.{match[1]}." if match[1] else ""
+    return f"{prefix}{TENSOR_NAMES[match[2]]}.{match[3]}"
+
+
+def row_order(num_rows: int, num_heads: int) -> np.ndarray:
+    """[num_rows]: which row of a GGUF file's q_proj or k_proj each of Hugging Face's rows is.
+
+    llama.cpp rotates neighbours, so its files interleave each head's halves: rows 0, d/2, 1, d/2 + 1, ...
+
+    >>> row_order(8, 2).tolist()
+    [0, 2, 1, 3, 4, 6, 5, 7]
+    """
+    return np.arange(num_rows).reshape(num_heads, -1, 2).swapaxes(1, 2).reshape(-1)
+
+
+def shape_of(stored: Any) -> tuple[int, ...]:
+    """Shape of a tensor of gguf's reader, in Hugging Face's order of dims."""
+    return tuple(int(n) for n in reversed(stored.shape))
+
+
+def _problem(stored: Any) -> str | None:
+    """What keeps a tensor from being read: found by dequantising no more than a block of zeros."""
+    from gguf import GGML_QUANT_SIZES, quants
+
+    kind = stored.tensor_type
+    block, block_bytes = GGML_QUANT_SIZES[kind]
+    dims = len(stored.shape)
+    if dims > 2 or (dims == 1 and block > 1):
+        return f"{stored.name} has {dims} dims in type {kind.name}, which is not supported"
+    try:
+        quants.dequantize(np.zeros((1, block_bytes), np.uint8), kind)
+    except NotImplementedError as error:
+        return f"{stored.name} has type {kind.name}, which is not supported: {error}"
+    return None
