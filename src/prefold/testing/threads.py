@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import torch
 
-from prefold.distributed.errors import CollectiveError, CollectiveTimeout
+from prefold.distributed.errors import CollectiveError, CollectiveTimeout, describe_call
 from prefold.distributed.mesh import AXES, CARVED, Mesh
 
 T = TypeVar("T")
@@ -81,11 +81,11 @@ class _Hub:
         op, sequence, step = what
         if not in_time:
             late = [self.ranks[place] for place in missing()]
-            raise CollectiveTimeout(op, self.name, sequence, late, world.timeout_s)
-        at = f"{op} (call {sequence} of group {self.name!r}" + ("" if step is None else f", step {step}")
+            raise CollectiveTimeout(op, self.name, sequence, late, world.timeout_s, step)
+        call = describe_call(op, self.name, sequence, step)
         if world.failure is not None:
-            raise RankEnded(f"{at}) ends with the failure of another rank")
-        raise RankEnded(f"{at}) waits for rank {gone()[0]}, which has returned")
+            raise RankEnded(f"{call} ends with the failure of another rank")
+        raise RankEnded(f"{call} waits for rank {gone()[0]}, which has returned")
 
 
 class ThreadWorld:
