@@ -219,7 +219,8 @@ def test_a_reader_that_leaves_is_no_error(model: str):
 
 def test_a_killed_rank_is_one_line_and_exit_code_1(model: str):
     process = start_long_run(model, "-pcp", "2")
-    victim = psutil.Process(process.pid).children()[1]
+    children = psutil.Process(process.pid).children(recursive=True)
+    (victim,) = (child for child in children if child.name() == "prefold-rank-1")
     victim.kill()
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1

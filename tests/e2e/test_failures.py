@@ -160,13 +160,14 @@ def test_the_command_ends_when_a_worker_is_killed_or_stopped(
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.read(1)  # it generates
-        pids = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
-        ranks = [pid for pid in pids if "prefold.worker" in " ".join(psutil.Process(pid).cmdline())]
-        os.kill(ranks[-1], number)
+        children = psutil.Process(process.pid).children(recursive=True)
+        pids = [child.pid for child in children]
+        (victim,) = (child.pid for child in children if child.name() == "prefold-rank-1")
+        os.kill(victim, number)
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
     how = "was killed by SIGKILL" if number == signal.SIGKILL else "has not answered"
-    assert re.search(rf"error: the engine is dead: rank \d \(process {ranks[-1]}\) {how}", errors.decode())
+    assert re.search(rf"error: the engine is dead: rank 1 \(process {victim}\) {how}", errors.decode())
     assert not list(filter(is_running, pids))
 
 
@@ -248,3 +249,35 @@ def test_more_ranks_than_cores_is_a_warning(
     monkeypatch.setattr(args, "available_cores", lambda: 1)
     args.EngineArgs(checkpoint, prefill_context_parallel_size=2).resolve()
     assert "2 ranks x 1 threads on 1 cores" in caplog.text
+
+
+def test_a_killed_fork_server_takes_its_ranks_with_it(checkpoint: str) -> None:
+    llm = LLM(checkpoint, prefill_context_parallel_size=2, **OPTIONS)
+    pids = workers(llm)
+    parents = {psutil.Process(pid).ppid() for pid in pids}
+    assert len(parents) == 1
+    os.kill(parents.pop(), signal.SIGKILL)
+    with pytest.raises(EngineDeadError, match="was killed by SIGKILL"):
+        llm.generate(PROMPTS, LONG)
+    deadline = time.monotonic() + 10
+    while any(map(is_running, pids)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_ranks_have_cores_and_threads_of_their_own(checkpoint: str) -> None:
+    """Forked ranks are bound to their cores and start their threads then; the fork server has one thread."""
+    cores = os.sched_getaffinity(0)
+    num_threads = {}
+    for threads in (1, 2):
+        options = OPTIONS | {"threads_per_rank": threads, "max_num_batched_tokens": 512}
+        with LLM(checkpoint, prefill_context_parallel_size=2, **options) as llm:
+            llm.generate([list(range(200)) * 3], SamplingParams(temperature=0.0, max_tokens=2))
+            ranks = [psutil.Process(pid) for pid in workers(llm)]
+            assert psutil.Process(ranks[0].ppid()).num_threads() == 1
+            bound = [os.sched_getaffinity(rank.pid) for rank in ranks]
+            if 2 * threads <= len(cores):
+                assert [len(own) for own in bound] == [threads, threads]
+                assert not bound[0] & bound[1]
+            num_threads[threads] = [rank.num_threads() for rank in ranks]
+    assert min(num_threads[2]) > max(num_threads[1])

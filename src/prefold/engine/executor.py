@@ -152,7 +152,8 @@ class MultiProcessExecutor:
                 rank = Rank(number, remote[number], node=node, place=cluster.name(node))
             else:
                 ours, theirs = socket.socketpair()
-                rank = Rank(number, Channel(ours), pid=self._local.start(number, theirs))
+                self._local.start(number, theirs)
+                rank = Rank(number, Channel(ours))
             ranks.append(rank)
             self._channels.append(rank.channel)
         limit_s = max(self._config.runtime.collective_timeout_s, START_SILENCE_S)

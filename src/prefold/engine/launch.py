@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -13,64 +14,115 @@ from pathlib import Path
 
 import prefold
 
+MAX_ANSWER = 100
+KILL_S = 1.0
+"""How long the fork server may take for what it does at once; then it is killed."""
+
 
 class LocalRanks:
-    """Rank processes that this process has started."""
+    """Rank processes of this machine: children of a fork server, which is a child of this process
+    (see worker.fork_server).
+
+    Args:
+        threads_per_rank: how many threads a rank will compute with.
+    """
 
     def __init__(self, threads_per_rank: int) -> None:
         self._threads_per_rank = threads_per_rank
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._server: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._running: set[int] = set()
+        self._codes: dict[int, int] = {}
 
-    def start(self, rank: int, sock: socket.socket) -> int:
-        """Start a rank that has `sock` as its connection to the engine; returns its process id.
+    def start(self, rank: int, sock: socket.socket) -> None:
+        """Start a rank that has `sock` as its connection to the engine. Does not wait; the rank inherits
+        the socket, which is closed here."""
+        if self._control is None:
+            self._start_server()
+            assert self._control is not None
+        self._running.add(rank)
+        with sock, contextlib.suppress(OSError):  # the server has ended: the rank's connection closes
+            socket.send_fds(self._control, [f"start {rank}".encode()], [sock.fileno()])
 
-        The process inherits the socket; it is closed here.
-        """
+    def _start_server(self) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environment = dict(os.environ)
-        # A worker finds this very package, installed or not.
+        # It finds this very package, installed or not.
         package_root = str(Path(prefold.__file__).parents[1])
         environment["PYTHONPATH"] = os.pathsep.join(
             [package_root, *filter(None, [environment.get("PYTHONPATH")])]
         )
         environment["OMP_NUM_THREADS"] = str(self._threads_per_rank)
-        with sock:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "prefold.worker.main", str(sock.fileno())],
-                pass_fds=[sock.fileno()],
+        # numpy's library would start threads as soon as it is imported, and a process with threads must
+        # not fork. Ranks compute with torch.
+        environment["OPENBLAS_NUM_THREADS"] = "1"
+        with theirs:
+            self._server = subprocess.Popen(
+                [sys.executable, "-m", "prefold.worker.fork_server", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
                 env=environment,
                 stdin=subprocess.DEVNULL,
             )
-        self._processes[rank] = process
-        return process.pid
 
     def __contains__(self, rank: int) -> bool:
-        return rank in self._processes
+        return rank in self._running or rank in self._codes
 
-    def exit_code(self, rank: int, wait_s: float = 0.0) -> int | None:
+    def exit_code(self, rank: int, wait_s: float) -> int | None:
         """Exit code of a rank, or minus the signal that ended it; None if it still runs after `wait_s`."""
-        try:
-            return self._processes[rank].wait(timeout=wait_s)
-        except subprocess.TimeoutExpired:
-            return None
+        deadline = time.monotonic() + wait_s
+        while rank in self._running and self._listen(deadline - time.monotonic()):
+            pass
+        return self._codes.get(rank)
 
     def ended(self) -> dict[int, int]:
         """Exit codes of the ranks that have ended."""
-        codes = {rank: process.poll() for rank, process in self._processes.items()}
-        return {rank: code for rank, code in codes.items() if code is not None}
+        while self._running and self._listen(0.0):
+            pass
+        return dict(self._codes)
 
     def kill(self) -> None:
         """End all of them at once."""
-        for process in self._processes.values():
-            process.kill()
+        if self._control is not None:
+            with contextlib.suppress(OSError):
+                self._control.send(b"kill")
 
     def reap(self, grace_s: float) -> None:
-        """Wait for all to end; kill those that have not after `grace_s`."""
+        """Wait for all to end; kill those that have not after `grace_s`. May be called again."""
+        if self._server is None or self._control is None:
+            return
         deadline = time.monotonic() + grace_s
-        for process in self._processes.values():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=max(0.0, deadline - time.monotonic()))
-            process.kill()
-            process.wait()
+        while self._running and self._listen(deadline - time.monotonic()):
+            pass
+        self.kill()
+        deadline = time.monotonic() + KILL_S
+        while self._running and self._listen(deadline - time.monotonic()):
+            pass
+        self._control.close()
+        self._control = None
+        # Its ranks end with it, however it ends: the kernel sees to that.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._server.wait(timeout=KILL_S)
+        self._server.kill()
+        self._server.wait()
+
+    def _listen(self, timeout_s: float) -> bool:
+        """Take in one answer of the server; False if none came in time."""
+        assert self._server is not None
+        assert self._control is not None
+        if not select.select([self._control], [], [], max(0.0, timeout_s))[0]:
+            return False
+        answer = self._control.recv(MAX_ANSWER)
+        if not answer:
+            # The server is gone, and its ranks with it.
+            code = self._server.wait()
+            self._codes.update(dict.fromkeys(self._running, code))
+            self._running.clear()
+            return True
+        what, rank, number = answer.decode().split()
+        if what == "ended":
+            self._running.discard(int(rank))
+            self._codes[int(rank)] = int(number)
+        return True
 
 
 def describe_exit(code: int) -> str:

@@ -1,6 +1,6 @@
-"""Entry point of a worker process: `python -m prefold.worker.main FD`.
+"""The process of a rank, from the moment `fork_server` has forked it.
 
-FD is a socket whose other end the engine holds. First comes a `WorkerSetup`, then one message per
+It has a socket whose other end the engine holds. First comes a `WorkerSetup`, then one message per
 step. A thread does the reading, so that a rank answers the engine's pings while it computes, and leaves
 at once when it is told to or when the engine is gone, whatever it is doing.
 """
@@ -103,6 +103,7 @@ def leave(code: int) -> NoReturn:
 
 
 def main(fd: int) -> NoReturn:
+    """Be the rank whose connection is `fd`."""
     # Ctrl-C reaches the whole process group; the engine decides what becomes of its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     link = EngineLink(socket.socket(fileno=fd))
@@ -140,7 +141,3 @@ def _serve(link: EngineLink) -> NoReturn:
         output = worker.execute(step)
         if output is not None:
             link.send(OUTPUT, encode(output))
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))
