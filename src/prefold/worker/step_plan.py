@@ -82,7 +82,8 @@ class _Planner:
         self._batch, self._parts, self._place, self._ways = batch, parts, place, ways
         self._device = device
         num_blocks = -(-int((batch.num_computed + batch.num_scheduled).max(initial=0)) // states.block_size)
-        self._block_table = self._tensor(states.block_ids[batch.rows, :num_blocks].astype(np.int64))
+        blocks = states.block_ids[batch.rows, :num_blocks].astype(np.int64)
+        self._block_ids = self._tensor(blocks).unbind(0)
         # A row of decode tokens is computed by a whole unit if the cache is sharded.
         self._is_shared = ~batch.is_prefill & (place.ownership.dcp_size > 1)
         self._way = self._choose_ways()
@@ -146,26 +147,32 @@ class _Planner:
         return tuple(works), work_of
 
     def _work(self, request: int, runs: tuple[Run, ...]) -> RequestWork:
-        batch, way = self._batch, self._way[request]
-        num_computed = int(batch.num_computed[request])
+        way, block_ids = self._way[request], self._block_ids[request]
         travels = way in (SLICED, QUERY)
-        own, others = own_segments(runs), others_segments(runs, num_computed)
-        cached = (Segment(0, num_computed, 0),) if way == LOCAL and num_computed > 0 else ()
+        if not self._batch.is_prefill[request]:
+            # Absorbed in any case: one projection serves all decode tokens, which are neighbours. Their KV
+            # is in the cache by then: one walk, unless the context is elsewhere.
+            own = own_segments(runs) if travels else ()
+            cached = () if travels else prefix_segments(range(runs[0].start + 1, runs[0].end + 1))
+            return RequestWork(runs, block_ids, cached, own, (), 0, absorbed=True, travels=travels)
+        num_computed = int(self._batch.num_computed[request])
         num_queries = sum(run.end - run.start for run in runs)
         num_keys = runs[-1].end - (num_computed if travels else 0)
-        absorbed = prefer_absorbed(self._ways.mla, num_queries, num_keys)
-        first_new_row = int(self._new_row[batch.query_start_loc[request]]) - num_computed
-        if not batch.is_prefill[request]:
-            # Absorbed in any case: one projection serves all decode tokens, which are neighbours.
-            absorbed = True
-            if not travels:  # their KV is in the cache by now: one walk
-                own, cached = (), prefix_segments(range(runs[0].start + 1, runs[0].end + 1))
         return RequestWork(
-            runs, self._block_table[request], cached, own, others, first_new_row, absorbed, travels
+            runs=runs,
+            block_ids=block_ids,
+            cached=(Segment(0, num_computed, 0),) if way == LOCAL and num_computed > 0 else (),
+            own=own_segments(runs),
+            others=others_segments(runs, num_computed),
+            first_new_row=int(self._new_row[self._batch.query_start_loc[request]]) - num_computed,
+            absorbed=prefer_absorbed(self._ways.mla, num_queries, num_keys),
+            travels=travels,
         )
 
     def _shared_decode(self) -> tuple[SharedWork, ...]:
         """The decode rows of this rank's unit, if all of it computes them."""
+        if not self._is_shared.any():
+            return ()
         parts, place = self._parts, self._place
         rows = np.arange(parts.row_request.size)[parts.rows_of(place.pcp)]
         rows = rows[self._is_shared[parts.row_request[rows]]]
@@ -176,7 +183,7 @@ class _Planner:
         return tuple(
             SharedWork(
                 slice(int(start), int(end)),
-                self._block_table[request],
+                self._block_ids[request],
                 prefix_segments(lengths[start:end].tolist()),
             )
             for request, start, end in zip(parts.row_request[rows].tolist(), ends - counts, ends)
@@ -184,8 +191,10 @@ class _Planner:
 
     def _travel(self) -> tuple[TravelPiece, ...]:
         """Travelling queries of this rank's group in pieces, each rank's in the order of its local batch."""
+        travels = (self._way == SLICED) | (self._way == QUERY)
+        if not travels.any():
+            return ()
         parts, place, ways = self._parts, self._place, self._ways
-        travels = np.isin(self._way, (SLICED, QUERY))
         in_unit = parts.row_rank // ways.unit == place.pcp // ways.unit
         row_travels = travels[parts.row_request]
         rows = np.flatnonzero(in_unit & row_travels)
@@ -218,7 +227,7 @@ class _Planner:
         visits = []
         for i, start, end in zip(requests.tolist(), starts, [*starts[1:], order.size]):
             keys = self._place.part_of_context(int(self._batch.num_computed[i]))
-            visits.append(Visit(slice(int(start), int(end)), self._block_table[i], *keys))
+            visits.append(Visit(slice(int(start), int(end)), self._block_ids[i], *keys))
         return TravelPiece(
             own_tokens=self._tensor(own_tokens),
             counts=tuple(np.bincount(source, minlength=ways.group_size).tolist()),
@@ -228,9 +237,12 @@ class _Planner:
 
     def _kv_tiles(self, work_of: dict[int, int]) -> tuple[KVTile, ...]:
         """Contexts of which any rank of this DCP group has queries, packed into tiles."""
+        is_gathered = self._way == KV
+        if not is_gathered.any():
+            return ()
         parts, place, ownership = self._parts, self._place, self._place.ownership
         in_unit = parts.row_rank // place.unit == place.pcp // place.unit
-        requests = np.unique(parts.row_request[in_unit & (self._way == KV)[parts.row_request]])
+        requests = np.unique(parts.row_request[in_unit & is_gathered[parts.row_request]])
         lengths = ownership.local_lengths(self._batch.num_computed[requests])
         tile_rows = max(1, self._ways.tile_tokens // ownership.dcp_size)
         tiles: list[KVTile] = []
@@ -241,7 +253,7 @@ class _Planner:
             while start < longest:
                 count = min(longest - start, tile_rows - filled)
                 counts = tuple(np.clip(length - start, 0, count).tolist())
-                block_ids = self._block_table[request]
+                block_ids = self._block_ids[request]
                 pieces.append(KVPiece(work_of.get(request), block_ids, filled, start, counts))
                 start, filled = start + count, filled + count
                 if filled == tile_rows:
