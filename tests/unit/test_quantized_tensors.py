@@ -11,7 +11,13 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from prefold.quantization.formats import Format, compressed_nvfp4, fp8_blocks, modelopt_nvfp4
-from prefold.quantization.tensors import BlockScaledTensor, e2m1_pairs, e2m1_to_float32, e4m3_to_float32
+from prefold.quantization.tensors import (
+    TILE,
+    BlockScaledTensor,
+    e2m1_pairs,
+    e2m1_to_float32,
+    e4m3_to_float32,
+)
 from prefold.testing.quantized import e2m1_table, e4m3_table, quantized_formats
 
 torch.set_num_threads(1)
@@ -117,10 +123,11 @@ def nvfp4_parts(shape: tuple[int, int], seed: int = 0) -> tuple[torch.Tensor, to
     return codes, scales.view(E4M3)
 
 
-@pytest.mark.parametrize("shape", [(5, 48), (16, 32), (3, 40), (1, 2)])
-@pytest.mark.parametrize("global_scale", [1.0, 0.0123, 3.7e4, -2.5])
+@pytest.mark.parametrize(
+    ("shape", "global_scale"), [((5, 48), 0.0123), ((16, 32), 3.7e4), ((3, 40), -2.5), ((1, 2), 1.0)]
+)
 @pytest.mark.parametrize("name", ["modelopt-nvfp4", "compressed-nvfp4"])
-def test_nvfp4_every_slice(name: str, global_scale: float, shape: tuple[int, int]):
+def test_nvfp4_every_slice(name: str, shape: tuple[int, int], global_scale: float):
     """Odd bounds cut bytes; others cut groups of 16, of which the last may be partial."""
     format = modelopt_nvfp4() if name == "modelopt-nvfp4" else compressed_nvfp4()
     codes, scales = nvfp4_parts(shape)
@@ -144,6 +151,36 @@ def test_tiles_do_not_show():
     out = torch.zeros(690, 2222)[:, ::2]
     tensor.dequantize(slice(10, 700), slice(0, 1111), out)
     assert same_bits(out, want[10:])
+
+
+class Recorded:
+    """A tensor that notes how much of it was asked for at a time."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor, self.sizes = tensor, []
+
+    def __getitem__(self, index) -> torch.Tensor:
+        part = self.tensor[index]
+        self.sizes.append(part.numel())
+        return part
+
+
+@pytest.mark.parametrize("format", [fp8_blocks((128, 128)), fp8_blocks((None, None)), modelopt_nvfp4()])
+def test_no_more_than_a_tile_is_read_at_a_time(format: Format):
+    shape = (3 * TILE // 1024, 1024)
+    codes = Recorded(torch.zeros(shape[0], shape[1] if format.dtype != "U8" else 512, dtype=torch.uint8))
+    if format.dtype != "U8":
+        codes.tensor = codes.tensor.view(E4M3)
+    scales = Recorded(torch.ones(shape_of_scales(format, shape)))
+    global_scale = torch.ones(1) if format.global_scale else None
+    tensor = BlockScaledTensor(format, shape, codes, scales, global_scale)
+    tensor.dequantize(slice(0, shape[0]), slice(0, 1024), torch.empty(shape))
+    assert len(codes.sizes) == 3
+    assert sum(codes.sizes) == codes.tensor.numel()
+    assert max(codes.sizes) <= TILE
+    tensor.dequantize(slice(5, 6), slice(100, 102), torch.empty(1, 2))
+    assert codes.sizes[-1] <= 2
+    assert scales.sizes[-1] == 1
 
 
 def test_scales_of_powers_of_two_in_e8m0():

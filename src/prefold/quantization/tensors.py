@@ -9,7 +9,7 @@ import torch
 from prefold.quantization.formats import Format
 
 TILE = 1 << 18
-"""Elements that are dequantised at a time: 1 MiB of float32, which stays in a core's cache."""
+"""Elements that a thread dequantises at a time: 1 MiB of float32, which stays in a core's cache."""
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
@@ -73,7 +73,7 @@ class BlockScaledTensor:
         assert out.shape == (rows.stop - rows.start, num_columns)
         if not out.numel():
             return
-        step = max(1, TILE // num_columns)
+        step = max(1, TILE * torch.get_num_threads() // num_columns)
         pairs = e2m1_pairs() if self.format.dtype == "U8" else None
         for start in range(rows.start, rows.stop, step):
             tile = slice(start, min(start + step, rows.stop))
