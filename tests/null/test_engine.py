@@ -118,9 +118,6 @@ class FakeExecutor:
         replica = self._choose([replica for replica, queue in self._pending.items() if queue])
         return replica, self._pending[replica].popleft()
 
-    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        raise NotImplementedError
-
     def check_health(self) -> None:
         self._note("check_health")
 
