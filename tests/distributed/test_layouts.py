@@ -14,6 +14,7 @@ import pytest
 from prefold import SamplingParams
 from prefold.engine.engine import EngineMetrics
 from prefold.engine.scheduler import Scheduler
+from prefold.testing.checkpoints import make_checkpoint
 from prefold.testing.exactness import Oracle, generate_over_time, layout_options
 from prefold.testing.thread_executor import ThreadLLM
 
@@ -243,3 +244,14 @@ def test_rank_tokens_are_balanced(llm: ThreadLLM, oracle: Oracle) -> None:
     assert sum(counts) == 501
     assert not any(others)
     assert max(counts) - min(counts) <= 1
+
+
+@pytest.mark.parametrize("architecture", ["DeepseekV2ForCausalLM", "Glm4MoeLiteForCausalLM"])
+def test_other_architectures(architecture: str, tmp_path: Path) -> None:
+    folder = str(make_checkpoint(architecture, tmp_path, vocab_size=300))
+    with ThreadLLM(folder, **ENGINE) as one:
+        oracle = Oracle(one)
+        prompts = [oracle.prompt(length, seed=3) for length in range(1, 36)]
+        for layout in ("TP2 PCP2", "PP2 PCP2 DCP2 EP"):
+            with ThreadLLM(folder, **ENGINE, **layout_options(layout)) as four:
+                check(four, oracle, prompts, spread(len(prompts), 16))

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 from prefold import LLM, SamplingParams
-from prefold.testing.checkpoints import make_checkpoint
 from prefold.testing.exactness import Oracle, generate_over_time, layout_options
 
-LAYOUTS = ["PCP2", "TP2 PCP2"]
+LAYOUTS = ["PCP2", "TP2 PCP2", "PCP2 DCP2", "TP2 PCP2 DCP4 EP", "PP2 PCP2", "DP2 EP"]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 ENGINE: dict[str, Any] = {
     "block_size": 2,
@@ -67,14 +66,3 @@ def test_sampled_tokens_do_not_depend_on_the_layout(llm: LLM, oracle: Oracle) ->
     prompt = oracle.prompt(21, seed=90)
     expected = [o.token_ids for o in oracle.llm.generate(prompt, params)[0].outputs]
     assert [o.token_ids for o in llm.generate(prompt, params)[0].outputs] == expected
-
-
-@pytest.mark.parametrize("architecture", ["DeepseekV2ForCausalLM", "Glm4MoeLiteForCausalLM"])
-def test_other_architectures(architecture: str, tmp_path: Path) -> None:
-    folder = str(make_checkpoint(architecture, tmp_path, vocab_size=300))
-    with LLM(folder, **ENGINE) as one:
-        oracle = Oracle(one)
-        prompts = [oracle.prompt(length, seed=3) for length in range(1, 36)]
-        expected = [oracle(prompt) for prompt in prompts]
-    with LLM(folder, **ENGINE, **layout_options("TP2 PCP2")) as four:
-        assert tokens_of(four, prompts, [0] * len(prompts)) == expected
