@@ -130,6 +130,8 @@ def test_hf_quant_config_counts_where_config_json_is_silent(read):
         (compressed("nvfp4-pack-quantized", num_bits=4, group_size=32), "group_size 32"),
         (compressed() | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity 'sparse-24-bitmask'"),
         (compressed() | {"transform_config": {"a": 1}}, "transform_config"),
+        (compressed(ignore=["re:("]), "error: missing .*supported"),
+        (compressed(targets=["re:*"]), "error: nothing to repeat.*supported"),
         ({"quant_method": "compressed-tensors"}, "KeyError: 'config_groups'.*supported"),
     ],
 )
@@ -168,6 +170,14 @@ def test_compressed_tensors_patterns(read):
     assert scheme.ignored_by("model.layers.3.self_attn.o_proj") == "re:.*self_attn"
     assert scheme.ignored_by("model.lm_head") is None
     assert scheme.ignored_by(EXPERT) is None  # regular expressions match from the start
+
+
+@pytest.mark.parametrize("pattern", ["re:up|down", "re:up|down|", "re:.*proj$"])
+def test_regular_expressions_with_alternatives(read, pattern: str):
+    """As `re.match`, which compressed-tensors uses."""
+    scheme = read(compressed(ignore=[pattern]))
+    for module in ("up_proj", "down", "gate_proj", "x.up", "q_proj.a", ""):
+        assert (scheme.ignored_by(module) is not None) == (re.match(pattern[3:], module) is not None), module
 
 
 def test_a_name_wins_over_a_pattern_and_that_over_linear(read):

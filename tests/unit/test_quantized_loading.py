@@ -8,14 +8,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from prefold.checkpoint_files import INDEX_FILE, check_checkpoint_files
-from prefold.config import RuntimeConfig
+from prefold.config import ParallelConfig, RuntimeConfig
+from prefold.distributed.mesh import Mesh
 from prefold.hf_config import load_model_config
+from prefold.layers.expert_parallel import ExpertParallel
 from prefold.layers.weight import Weight
 from prefold.loader import SafetensorsSource, load_weights
 from prefold.models.registry import build_model
 from prefold.testing.checkpoints import make_checkpoint
 from prefold.testing.quantized import dequantized_checkpoint, quantize_checkpoint, quantized_formats
-from prefold.testing.threads import ThreadGroup, run_threads, single_rank
+from prefold.testing.threads import ThreadGroup, run_mesh_threads, run_threads, single_rank
 from prefold.workspace import Workspace
 
 torch.set_num_threads(1)
@@ -97,6 +99,45 @@ def test_stages(folders: Folders, format: str):
     quantised, twin = folders.pair(format)
     for layers in (range(1), range(1, 2)):
         check_equal(load(quantised, layers=layers), load(twin, layers=layers))
+
+
+def test_whole_experts_on_their_ranks(folders: Folders):
+    """EP over TP 2: a rank reads its own experts, whole."""
+
+    def rank_main(folder: Path, groups: dict[str, ThreadGroup]):
+        workspace = Workspace()
+        experts = ExpertParallel(groups, 8, workspace)
+        config = load_model_config(folder, "float32")
+        model = build_model(config, groups["tp"], workspace, RuntimeConfig(), 64, experts=experts)
+        load_weights(model, folder)
+        return dict(model.named_parameters())
+
+    quantised, twin = folders.pair("modelopt-nvfp4", LIKE_GLM)
+    mesh = Mesh.of(ParallelConfig(tensor_parallel_size=2, enable_expert_parallel=True))
+    got, want = (
+        run_mesh_threads(mesh, lambda rank, groups, f=folder: rank_main(f, groups))
+        for folder in (quantised, twin)
+    )
+    name = "layers.1.mlp.experts.gate_up"
+    assert got[0][name].shape == (4, 64, 64)
+    assert not torch.equal(got[0][name], got[1][name])
+    for rank in range(2):
+        check_equal(got[rank], want[rank])
+
+
+def test_quantised_layers_for_more_tokens_are_left_aside(folders: Folders, tmp_path: Path):
+    """Multi-token prediction: one layer after the last, quantised as the others, with a head of its own."""
+    quantised, twin = folders.pair("fp8")
+    tensors = all_tensors(quantised)
+    prefix = "model.layers.1."
+    mtp = {
+        n.replace(prefix, "model.layers.2."): v.clone() for n, v in tensors.items() if n.startswith(prefix)
+    }
+    mtp["model.layers.2.shared_head.head.weight"] = torch.ones(320, 64)
+    check_equal(load(write(tmp_path, quantised, {"model.safetensors": tensors | mtp})), load(twin))
+    files = {"model.safetensors": tensors | mtp}
+    with pytest.raises(ValueError, match=r"unexpected tensors: model\.layers\.2\."):
+        load(write(tmp_path, quantised, files, num_nextn_predict_layers=0))
 
 
 def test_dequantised_is_near_the_original(folders: Folders):

@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from fnmatch import translate
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -76,8 +77,13 @@ class Scheme:
 
     def ignored_by(self, module: str) -> str | None:
         """The first pattern that says that `module` is not quantised."""
-        matches = {"glob": fnmatchcase, "re": _matches, "path": _is_path_of}[self.style]
-        return next((pattern for pattern in self.ignored if matches(module, pattern)), None)
+        return next((p for p, compiled in self._compiled if compiled.fullmatch(module)), None)
+
+    @cached_property
+    def _compiled(self) -> list[tuple[str, re.Pattern[str]]]:
+        """Published checkpoints list hundreds of patterns and hold tens of thousands of modules."""
+        expression = {"glob": translate, "re": _expression, "path": _path_expression}[self.style]
+        return [(pattern, re.compile(expression(pattern))) for pattern in self.ignored]
 
 
 def read_scheme(folder: str | Path) -> Scheme | None:
@@ -102,8 +108,10 @@ def read_scheme(folder: str | Path) -> Scheme | None:
             f"supported: {'; '.join(SUPPORTED)}"
         )
     try:
-        return parse(found)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        scheme = parse(found)
+        scheme.format_of(""), scheme.ignored_by("")  # compiles all patterns
+        return scheme
+    except (ValueError, KeyError, TypeError, AttributeError, re.error) as error:
         reason = error if type(error) is ValueError else f"{type(error).__name__}: {error}"
         raise ValueError(f"{where}: {reason}; supported: {'; '.join(SUPPORTED)}") from None
 
@@ -185,12 +193,13 @@ def _matches_regex(module: str, target: str) -> bool:
     return target.startswith("re:") and re.match(target[3:], module) is not None
 
 
-def _matches(module: str, pattern: str) -> bool:
-    return module == pattern or _matches_regex(module, pattern)
+def _expression(pattern: str) -> str:
+    return f"(?:{pattern[3:]}).*" if pattern.startswith("re:") else re.escape(pattern)
 
 
-def _is_path_of(module: str, pattern: str) -> bool:
-    return module == pattern or module.startswith(f"{pattern}.") or module.endswith(f".{pattern}")
+def _path_expression(pattern: str) -> str:
+    name = re.escape(pattern)
+    return rf"{name}(\..*)?|.*\.{name}"
 
 
 def _read(path: Path) -> dict[str, Any]:
