@@ -10,7 +10,7 @@ from math import comb
 
 import numpy as np
 
-from prefold.config import DTYPES, EngineConfig
+from prefold.config import DTYPES, EngineConfig, MLAConfig
 from prefold.distributed.mesh import Coords
 from prefold.distributed.pcp_layout import Partition
 from prefold.distributed.stages import split_layers
@@ -106,6 +106,41 @@ def expected_places(num_experts: int, top_k: int, size: int) -> float:
     return sum(1 - comb(num_experts - count, top_k) / every for count in held)
 
 
+def travel_bytes(
+    counts: Sequence[int], place: int, num_heads: int, q_bytes: int, out_dim: int
+) -> tuple[int, int]:
+    """(all-gather, all-to-all) of a layer's travelling queries on one rank of their group.
+
+    Queries are padded to the fullest rank; results go back in float32, `output | lse` per head, and those
+    of a rank's own queries stay where they are.
+
+    Args:
+        counts: queries of each place of the group, of `num_heads` heads.
+        q_bytes: of one head of a query.
+        out_dim: elements of one head of a result.
+
+    >>> travel_bytes([3, 2], place=1, num_heads=4, q_bytes=100, out_dim=9)
+    (1200, 480)
+    """
+    others = sum(counts) - counts[place]
+    return max(counts) * num_heads * q_bytes, others * num_heads * (out_dim + 1) * 4
+
+
+def shared_decode_bytes(num_tokens: int, num_heads: int, num_parts: int, mla: MLAConfig) -> dict[str, int]:
+    """What a rank hands over in a layer for decode tokens that its DCP group computes, by collective;
+    those of groups of one rank do not happen.
+
+    Args:
+        num_parts: ranks of the group that have other heads, itself included (`dcp_tp`).
+    """
+    rows = num_tokens * num_heads * 4
+    return {
+        "dcp_tp.all_gather": rows * mla.token_dim,
+        "dcp_tp.all_to_all": rows * (num_parts - 1) * (mla.kv_lora_rank + 1),
+        "dcp_pcp.all_gather": rows * (mla.v_head_dim + 1),
+    }
+
+
 def step_traffic(
     config: EngineConfig, parts: Partition, at: Coords, wanted_by_rank: np.ndarray, num_logits: int
 ) -> dict[str, int]:
@@ -117,8 +152,8 @@ def step_traffic(
     gathers logits. A stage sends its tokens to the next. With experts on ranks, replicas agree on a number.
 
     Not in here: what goes to experts, which follows from the routing (`expert_bytes`); what travels to a
-    sharded context or between slices of a replicated one, which attention decides (attention.context_ways).
-    So D = 1, and contexts are attended in place. Nor the comparison of step plans.
+    sharded context or between slices of a replicated one, which attention decides (`travel_bytes`,
+    `shared_decode_bytes`). So D = 1, and contexts are attended in place. Nor the comparison of step plans.
 
     Args:
         wanted_by_rank: [P] hidden rows that each PCP rank restores.

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import pytest
 import torch
 
 from prefold.attention import travel
 from prefold.attention.context_ways import ContextWays
-from prefold.testing.attention_step import Layout, Req, check_step, decode, prefill
+from prefold.testing.attention_step import (
+    HEADS_PER_RANK,
+    MLA,
+    NUM_LAYERS,
+    Layout,
+    Req,
+    check_step,
+    decode,
+    prefill,
+)
+from prefold.traffic import exchange_bytes, shared_decode_bytes, travel_bytes
 from prefold.worker import step_plan
 
 torch.set_num_threads(1)
@@ -156,6 +168,34 @@ def test_collectives_of_a_context():
     assert trace((2, 1, 2), rows, "query") == there_and_back + new
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["tails", "mixed", "decode"])
+def test_bytes_equal_the_formulas(sizes: tuple[int, int, int], name: str, way: str):
+    """On every rank, all layers and the exchange."""
+    layout = layout_of(sizes, way=way)
+    results = check_step(BATCHES[name], layout, wanted=[])
+    num_parts = layout.dcp // min(layout.dcp, layout.pcp)
+    for result in results:
+        plan, token_bytes = result.plan, MLA.token_dim * 4
+        num_decode = plan.num_tokens - plan.num_prefill_tokens
+        expected = Counter(shared_decode_bytes(num_decode, HEADS_PER_RANK, num_parts, MLA))
+        expected["pcp.all_gather"] += plan.gather_tokens * token_bytes
+        expected["dcp.all_gather"] += sum(tile.num_rows for tile in plan.kv_tiles) * token_bytes
+        q_dim, out_dim = (MLA.qk_head_dim, MLA.v_head_dim)
+        if num_parts > 1:
+            q_dim, out_dim = MLA.token_dim, MLA.kv_lora_rank
+        for piece in plan.travel:
+            sent = travel_bytes(piece.counts, result.places["dcp"], HEADS_PER_RANK, q_dim * 4, out_dim)
+            expected.update(dict(zip(("dcp.all_gather", "dcp.all_to_all"), sent)))
+        expected = Counter({key: NUM_LAYERS * num_bytes for key, num_bytes in expected.items()})
+        expected["pcp.all_gather"] += exchange_bytes(
+            int(plan.sent_decode.max()) * NUM_LAYERS * token_bytes, 0
+        )[1]
+        alone = {"pcp": layout.pcp, "dcp_tp": num_parts, "dcp_pcp": layout.dcp // num_parts}
+        happened = {key: n for key, n in expected.items() if alone.get(key.split(".")[0], layout.dcp) > 1}
+        assert {key: n for key, n in result.traffic.items() if n} == {k: n for k, n in happened.items() if n}
+
+
 def test_keys_and_queries_travel_in_one_step(monkeypatch: pytest.MonkeyPatch):
     """Both over the same group, some requests this way and some that."""
 
@@ -170,7 +210,8 @@ def test_keys_and_queries_travel_in_one_step(monkeypatch: pytest.MonkeyPatch):
 def test_other_units_get_the_decode_kv():
     """P / D units decode different requests; afterwards every replica of a shard is the same."""
     results = check_step([decode(i + 5) for i in range(6)], layout_of((4, 1, 2)))
-    assert [result.num_tokens_by_class for result in results] == [(0, 3)] * 4
+    assert [len(result.tokens) for result in results] == [3] * 4
+    assert [result.plan.sent_decode.sum() for result in results] == [6] * 4, "each token by its owner"
     assert [result.tokens.tolist() for result in results[::2]] != [results[0].tokens.tolist()] * 2
 
 

@@ -15,6 +15,7 @@ import torch
 
 from prefold.attention.context_parallel import ContextParallelAttention
 from prefold.attention.context_ways import ContextWays
+from prefold.attention.plan import StepPlan
 from prefold.attention.torch_backend import TorchBackend
 from prefold.config import MLAConfig
 from prefold.distributed.group import Group
@@ -181,7 +182,11 @@ class RankResult:
     """On PCP place 0."""
     gathers: list[int]
     traces: dict[str, list]
-    num_tokens_by_class: tuple[int, int]
+    traffic: dict[str, int]
+    """Bytes that the rank handed to its collectives, by their names."""
+    places: dict[str, int]
+    """The rank's place in each group."""
+    plan: StepPlan
 
 
 def run_rank(groups: dict[str, ThreadGroup], step: Step, wanted: np.ndarray) -> RankResult:
@@ -239,7 +244,9 @@ def run_rank(groups: dict[str, ThreadGroup], step: Step, wanted: np.ndarray) -> 
         restored=restored if pcp.rank == 0 else None,
         gathers=gathers,
         traces={name: group.trace or [] for name, group in groups.items()},
-        num_tokens_by_class=(local.plan.num_prefill_tokens, len(tokens) - local.plan.num_prefill_tokens),
+        traffic={key: sent for group in groups.values() for key, (_, sent) in group.traffic.items()},
+        places={name: group.rank for name, group in groups.items()},
+        plan=local.plan,
     )
 
 
