@@ -12,7 +12,6 @@ from prefold.attention import travel
 from prefold.attention.context_ways import ContextWays
 from prefold.testing.attention_step import (
     HEADS_PER_RANK,
-    MLA,
     NUM_LAYERS,
     Layout,
     Req,
@@ -174,16 +173,16 @@ def test_bytes_equal_the_formulas(sizes: tuple[int, int, int], name: str, way: s
     """On every rank, all layers and the exchange."""
     layout = layout_of(sizes, way=way)
     results = check_step(BATCHES[name], layout, wanted=[])
-    num_parts = layout.dcp // min(layout.dcp, layout.pcp)
+    mla, num_parts = layout.mla, layout.dcp // min(layout.dcp, layout.pcp)
     for result in results:
-        plan, token_bytes = result.plan, MLA.token_dim * 4
+        plan, token_bytes = result.plan, mla.token_dim * 4
         num_decode = plan.num_tokens - plan.num_prefill_tokens
-        expected = Counter(shared_decode_bytes(num_decode, HEADS_PER_RANK, num_parts, MLA))
+        expected = Counter(shared_decode_bytes(num_decode, HEADS_PER_RANK, num_parts, mla))
         expected["pcp.all_gather"] += plan.gather_tokens * token_bytes
         expected["dcp.all_gather"] += sum(tile.num_rows for tile in plan.kv_tiles) * token_bytes
-        q_dim, out_dim = (MLA.qk_head_dim, MLA.v_head_dim)
+        q_dim, out_dim = (mla.qk_head_dim, mla.v_head_dim)
         if num_parts > 1:
-            q_dim, out_dim = MLA.token_dim, MLA.kv_lora_rank
+            q_dim, out_dim = mla.token_dim, mla.kv_lora_rank
         for piece in plan.travel:
             sent = travel_bytes(piece.counts, result.places["dcp"], HEADS_PER_RANK, q_dim * 4, out_dim)
             expected.update(dict(zip(("dcp.all_gather", "dcp.all_to_all"), sent)))

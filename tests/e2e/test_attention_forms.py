@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-import prefold.attention.context_parallel as context_parallel
 from prefold import SamplingParams
+from prefold.attention import travel
 from prefold.attention.mla import KVProjection
 from prefold.testing.reference import Case
+from prefold.worker import step_plan
 
 MODELS = ["small", "wide-values", "no-nope"]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
@@ -31,7 +32,8 @@ def model(request: pytest.FixtureRequest, tiny) -> tuple[str, list[Case]]:
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     replacement = FORMS[request.param]
     if replacement is not None:
-        monkeypatch.setattr(context_parallel, "prefer_absorbed", replacement)
+        for module in (step_plan, travel):
+            monkeypatch.setattr(module, "prefer_absorbed", replacement)
     if request.param == "absorbed":
         monkeypatch.setattr(KVProjection, "head_keys_values", None)  # nothing may need it
     return request.param

@@ -29,7 +29,6 @@ from prefold.worker.pcp_manager import PCPManager
 from prefold.worker.request_states import RequestStates
 from prefold.workspace import Workspace
 
-MLA = MLAConfig(None, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6)
 NUM_LAYERS, HEADS_PER_RANK, HIDDEN, SCALE = 2, 3, 5, 0.4
 TOLERANCE = 2e-5
 
@@ -71,6 +70,10 @@ class Layout:
     dtype: torch.dtype = torch.float32
 
     @property
+    def mla(self) -> MLAConfig:
+        return MLAConfig(None, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6)
+
+    @property
     def mesh(self) -> Mesh:
         return Mesh(tp=self.tp, pcp=self.pcp, dcp=self.dcp)
 
@@ -81,7 +84,7 @@ class Layout:
     @property
     def ways(self) -> ContextWays:
         return ContextWays(
-            MLA,
+            self.mla,
             HEADS_PER_RANK,
             self.pcp,
             self.dcp,
@@ -97,6 +100,7 @@ class Step:
 
     def __init__(self, requests: Sequence[Req], layout: Layout, seed: int = 0) -> None:
         self.requests, self.layout = requests, layout
+        mla = layout.mla
         rng = np.random.default_rng(seed)
         counts = [-(-r.end // layout.ownership.virtual_block_size) for r in requests]
         self.num_blocks = sum(counts) + 3
@@ -108,11 +112,11 @@ class Step:
             return torch.randn(*shape, generator=generator)
 
         num_heads = HEADS_PER_RANK * layout.tp
-        self.q = [normal(NUM_LAYERS, r.num_scheduled, num_heads, MLA.qk_head_dim) for r in requests]
-        self.kv = [normal(NUM_LAYERS, r.end, MLA.token_dim) for r in requests]
+        self.q = [normal(NUM_LAYERS, r.num_scheduled, num_heads, mla.qk_head_dim) for r in requests]
+        self.kv = [normal(NUM_LAYERS, r.end, mla.token_dim) for r in requests]
         self.hidden = normal(sum(r.num_scheduled for r in requests), HIDDEN)
-        self.w_uk = normal(num_heads, MLA.qk_nope_head_dim, MLA.kv_lora_rank) * 0.5
-        self.w_uv = normal(num_heads, MLA.v_head_dim, MLA.kv_lora_rank) * 0.5
+        self.w_uk = normal(num_heads, mla.qk_nope_head_dim, mla.kv_lora_rank) * 0.5
+        self.w_uv = normal(num_heads, mla.v_head_dim, mla.kv_lora_rank) * 0.5
 
     def scheduler_output(self) -> SchedulerOutput:
         new = [
@@ -143,7 +147,7 @@ class Step:
 
     def cache(self, dcp_rank: int, new: bool) -> torch.Tensor:
         """[layers, blocks, block_size, token_dim]: contexts, with `new` also this step's KV, else NaN."""
-        shape = (NUM_LAYERS, self.num_blocks, self.layout.block_size, MLA.token_dim)
+        shape = (NUM_LAYERS, self.num_blocks, self.layout.block_size, self.layout.mla.token_dim)
         cache = torch.full(shape, torch.nan).to(self.layout.dtype)
         for i, r in enumerate(self.requests):
             num = r.end if new else r.num_computed
@@ -154,10 +158,10 @@ class Step:
 
     def expected(self, layer: int) -> torch.Tensor:
         """[T, heads, v] float64, each request on its own; KV rounded to the cache's dtype."""
-        outs = []
+        outs, mla = [], self.layout.mla
         for q, kv, r in zip(self.q, self.kv, self.requests):
             latent = kv[layer].to(self.layout.dtype).double()
-            kv_c, k_pe = latent.split([MLA.kv_lora_rank, MLA.qk_rope_head_dim], dim=-1)
+            kv_c, k_pe = latent.split([mla.kv_lora_rank, mla.qk_rope_head_dim], dim=-1)
             k_nope = torch.einsum("sc,hdc->hsd", kv_c, self.w_uk.double())
             k = torch.cat((k_nope, k_pe.expand(len(k_nope), -1, -1)), dim=-1)
             v = torch.einsum("sc,hdc->hsd", kv_c, self.w_uv.double())
@@ -204,7 +208,7 @@ def run_rank(groups: dict[str, ThreadGroup], step: Step, wanted: np.ndarray) -> 
     manager = PCPManager(as_groups, ownership, layout.ways, layout.min_split, cache, workspace)
     backend = TorchBackend(workspace, torch.device("cpu"))
     attention = ContextParallelAttention(
-        MLA,
+        layout.mla,
         SCALE,
         cache,
         as_groups,
