@@ -40,10 +40,13 @@ class WorkerSetup(msgspec.Struct):
 class Pong(msgspec.Struct):
     """A sign of life: the answer to a PING, by a thread that does nothing else.
 
-    `step`: what the rank is computing, or computed last; None before the first one.
+    `step`: what the rank is computing (`busy`), or computed last; None before the first one. `cpu_s`:
+    processor time of the rank so far, of all its threads.
     """
 
     step: int | None
+    busy: bool = False
+    cpu_s: float = 0.0
 
 
 class WorkerFailure(msgspec.Struct):

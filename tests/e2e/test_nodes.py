@@ -210,6 +210,57 @@ def test_a_node_whose_command_is_killed(checkpoint: str, arguments: list[str], s
         time.sleep(0.1)
 
 
+@pytest.mark.parametrize("when", ["waiting", "generating"])
+def test_an_interrupt_of_node_0_ends_all_nodes(arguments: list[str], start: Start, when: str) -> None:
+    port = free_port("127.0.0.1")
+    endless = ["-pcp", "3", "--stream", "--ignore-eos", "--max-tokens", "3000"]
+    arguments = [argument for argument in arguments if argument != "--json"]
+    nodes = 3 if when == "waiting" else 2
+    endless[1] = str(nodes)
+    first, second = (
+        start([sys.executable, *arguments, *endless, *nodes_options(port, node, count=nodes)])
+        for node in range(2)
+    )
+    assert second.stderr is not None
+    while "started" not in (line := second.stderr.readline()) and "waiting for the other" not in line:
+        assert line
+    if when == "generating":
+        assert first.stdout is not None
+        first.stdout.read(1)
+    ranks = [p for p in psutil.process_iter(["name", "ppid"]) if is_rank_of(p, first, second)]
+    assert len(ranks) == (0 if when == "waiting" else 2)
+    first.send_signal(signal.SIGINT)
+    _, errors = first.communicate(timeout=WAIT_S)
+    assert first.returncode == 130
+    assert errors.splitlines()[-1] == "interrupted"
+    second.communicate(timeout=WAIT_S)
+    assert second.returncode in (0, 1)
+    assert not [rank for rank in ranks if rank.is_running()]
+
+
+def is_rank_of(process: psutil.Process, *commands: subprocess.Popen[str]) -> bool:
+    """Ranks are grandchildren of their commands."""
+    try:
+        grandparent = (
+            psutil.Process(process.ppid()).ppid() if process.name().startswith("prefold-rank") else 0
+        )
+    except psutil.NoSuchProcess:
+        return False
+    return grandparent in [command.pid for command in commands]
+
+
+def test_bench_latency_on_two_nodes(checkpoint: str, start: Start) -> None:
+    port = free_port("127.0.0.1")
+    arguments = ["-m", "prefold", "bench", "latency", checkpoint, "--input-len", "50", "--output-len", "4"]
+    arguments += ["--repeats", "1", "--warmup", "0", "--json", "-pcp", "2", "--threads-per-rank", "1"]
+    commands = [start([sys.executable, *arguments, *nodes_options(port, node)]) for node in range(2)]
+    (output, errors), (_, notes) = (command.communicate(timeout=WAIT_S) for command in commands)
+    assert [command.returncode for command in commands] == [0, 0], errors + notes
+    (row,) = json.loads(output)["rows"]
+    assert row["world_size"] == 2
+    assert sum(row["rank_tokens"]) == 53
+
+
 def test_nodes_with_different_options(arguments: list[str], start: Start) -> None:
     """Both say what differs, before anything is loaded."""
     port = free_port("127.0.0.1")

@@ -38,6 +38,8 @@ class FakeRank:
         self.rank = Rank(number, Channel(ours), pid=1000 + number)
         self.stopped = threading.Event()
         self.closed = threading.Event()
+        self.cpu_share = 0.5
+        self.busy = True
         self.thread = threading.Thread(target=self._answer)
         self.thread.start()
 
@@ -47,7 +49,8 @@ class FakeRank:
             if not self.stopped.is_set():
                 for kind, _ in self.channel.receive():
                     if kind == PING:
-                        self.channel.send(PONG, encode(Pong(step=7)))
+                        cpu_s = self.cpu_share * time.monotonic()
+                        self.channel.send(PONG, encode(Pong(7, self.busy, cpu_s)))
 
     def fail(self, message: str, **about: bool) -> None:
         self.channel.send(ERROR, encode(WorkerFailure(message, "trace", **about)))
@@ -104,6 +107,14 @@ def test_several_silent_ranks_are_all_named(ranks: Ranks, fakes: list[FakeRank])
     fakes[2].stopped.set()
     with pytest.raises(RankFailure, match=r"rank 1 \(process 1001\), rank 2 \(process 1002\) have not"):
         listen(ranks, 10 * LIMIT_S, step=None)
+
+
+def test_a_rank_that_answers_but_does_nothing_is_stuck(ranks: Ranks, fakes: list[FakeRank]):
+    """In the middle of a step. An idle rank uses no processor time either, and rightly so."""
+    fakes[0].busy = False
+    fakes[0].cpu_share = fakes[1].cpu_share = 0.0
+    with pytest.raises(RankFailure, match=r"^rank 1 \(process 1001\) is stuck in step 7: .* for \d s$"):
+        listen(ranks, 10 * LIMIT_S)
 
 
 def test_a_busy_engine_accuses_nobody(ranks: Ranks):

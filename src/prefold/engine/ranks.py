@@ -2,7 +2,8 @@
 
 A rank that dies, however it dies, closes its connection, which is noticed at once. A rank that is
 stopped, or whose machine has vanished, does not answer pings: silence counts while the engine listens,
-and only after everything that has arrived was read, so that a busy engine accuses nobody.
+and only after everything that has arrived was read, so that a busy engine accuses nobody. A rank that
+answers but uses no processor time in the middle of a step is stuck: in a lock, or in input and output.
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ from prefold.control import (
 )
 from prefold.engine.launch import LocalRanks, describe_exit
 
+STUCK_SHARE = 0.005
+"""A rank that uses less of one core than this computes nothing; answering pings takes a tenth of it."""
+STUCK_LIMITS = 2.0
+"""How many time-outs a rank may be stuck for: one that waits in a collective fails by itself after one."""
 ROOT_CAUSE_S = 1.5
 """After a collective has failed, how long to listen for the reason why it did."""
 DEATH_REPORT_S = 3.0
@@ -46,6 +51,7 @@ class Rank:
         silent_s: how long nothing was heard of it, as far as that counts.
         asked: it has a ping to answer.
         step: what it was computing when last heard of.
+        stuck_s: how long it has been in a step without using processor time.
         ready: its WorkerInfo, encoded, once it is ready.
         exit_code: once known.
     """
@@ -58,6 +64,9 @@ class Rank:
     silent_s: float = 0.0
     asked: bool = False
     step: int | None = None
+    stuck_s: float = 0.0
+    cpu_s: float = 0.0
+    ponged: float = 0.0
     ready: bytes | None = None
     failure: WorkerFailure | None = None
     gone: bool = False
@@ -124,10 +133,15 @@ class Ranks:
             RankFailure: a rank has failed, is gone, or has been silent for too long.
         """
         self._listen(timeout_s)
-        if self._lost_node is not None or any(
-            rank.failure is not None or rank.gone or rank.silent_s > self.limit_s for rank in self.ranks
-        ):
+        if self._lost_node is not None or any(map(self._has_failed, self.ranks)):
             raise self._find_cause(step)
+
+    def _has_failed(self, rank: Rank) -> bool:
+        silent = rank.silent_s > self.limit_s
+        return rank.failure is not None or rank.gone or silent or self._is_stuck(rank)
+
+    def _is_stuck(self, rank: Rank) -> bool:
+        return rank.stuck_s > STUCK_LIMITS * self.limit_s
 
     def _listen(self, timeout_s: float) -> None:
         """One round: ask for signs of life, write what is left to write, read what there is."""
@@ -178,13 +192,21 @@ class Ranks:
             if kind == OUTPUT:
                 self.outputs.append((rank.rank, body))
             elif kind == PONG:
-                rank.asked = False
-                rank.step = decode(body, Pong).step
+                self._note_pong(rank, decode(body, Pong))
             elif kind == READY:
                 rank.ready = body
             else:
                 assert kind == ERROR, kind
                 rank.failure = decode(body, WorkerFailure)
+
+    def _note_pong(self, rank: Rank, pong: Pong) -> None:
+        now = time.monotonic()
+        # Longer gaps are those of `_listen`: the rank was not asked, or could not answer.
+        gap = min(now - rank.ponged, 2 * self._ping_every_s)
+        still = pong.busy and pong.step == rank.step and pong.cpu_s - rank.cpu_s < STUCK_SHARE * gap
+        rank.stuck_s = rank.stuck_s + gap if still else 0.0
+        rank.asked, rank.ponged = False, now
+        rank.step, rank.cpu_s = pong.step, pong.cpu_s
 
     def _read_node(self, node: int) -> None:
         try:
@@ -219,6 +241,10 @@ class Ranks:
         silent = [rank for rank in self.ranks if not rank.gone and rank.silent_s > quiet_s]
         if silent and all(failure.collective for _, failure in failures):
             reports.insert(0, _describe_silence(silent, step))
+        for rank in filter(self._is_stuck, self.ranks):
+            reports.append(
+                f"{rank} is stuck in step {rank.step}: it has used no processor time for {rank.stuck_s:.0f} s"
+            )
         return RankFailure("; ".join(reports), trace=trace)
 
     def _is_cause_known(self) -> bool:

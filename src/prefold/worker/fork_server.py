@@ -19,10 +19,13 @@ import select
 import signal
 import socket
 import sys
+import time
 
 PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
 MAX_REQUEST = 100
+LEAVE_S = 2.0
+"""How long ranks may take to leave when the engine is gone."""
 
 
 class ForkServer:
@@ -90,6 +93,14 @@ class ForkServer:
         with contextlib.suppress(OSError):  # nobody listens any more: `run` will see that
             self._control.send(text.encode())
 
+    def close(self) -> None:
+        """Ranks leave, and clear up, by themselves when the engine is gone; those that do not are killed."""
+        deadline = time.monotonic() + LEAVE_S
+        while self._ranks and time.monotonic() < deadline:
+            self._report_ended()
+            time.sleep(0.02)
+        self.kill()
+
     def kill(self) -> None:
         for pid in self._ranks:
             os.kill(pid, signal.SIGKILL)
@@ -120,7 +131,7 @@ def main(fd: int) -> None:
     try:
         server.run()
     finally:
-        server.kill()
+        server.close()
 
 
 if __name__ == "__main__":

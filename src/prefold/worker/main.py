@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from pathlib import Path
 from typing import NoReturn
@@ -47,13 +48,14 @@ class EngineLink:
 
     Attributes:
         inbox: bodies of the messages for the main thread: the `WorkerSetup`, then the steps.
-        step: what the main thread is computing, for the engine's messages.
+        step, busy: what the main thread is computing, or computed last.
         folder: to be removed if the engine cannot do so any more.
     """
 
     def __init__(self, sock: socket.socket) -> None:
         self.inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self.step: int | None = None
+        self.busy = False
         self.folder: Path | None = None
         self._channel = Channel(sock)
         self._sending = threading.Lock()
@@ -81,7 +83,7 @@ class EngineLink:
                 self._leave_orphaned()
             for kind, body in messages:
                 if kind == PING:
-                    self.send(PONG, encode(Pong(self.step)))
+                    self.send(PONG, encode(Pong(self.step, self.busy, time.process_time())))
                 elif kind == QUIT:
                     leave(0)
                 else:
@@ -137,7 +139,8 @@ def _serve(link: EngineLink) -> NoReturn:
     link.send(READY, encode(worker.info()))
     while True:
         step: SchedulerOutput = decode(link.inbox.get(), SchedulerOutput)
-        link.step = step.step_id
+        link.step, link.busy = step.step_id, True
         output = worker.execute(step)
         if output is not None:
             link.send(OUTPUT, encode(output))
+        link.busy = False
