@@ -68,6 +68,7 @@ def _measure(llm: LLM, prompts: list[list[int]], prefix_len: int, output_len: in
         engine.step()
     results = [latest[str(i)] for i in range(len(prompts))]
     _check_cache(llm, results, prefix_len)
+    memory = _rank_memory(llm)
     return {
         **watch.times(),
         "token_ids": [output.outputs[0].token_ids[:output_len] for output in results],
@@ -75,8 +76,8 @@ def _measure(llm: LLM, prompts: list[list[int]], prefix_len: int, output_len: in
         "rank_tokens": metrics.rank_tokens,
         "rank_causal_pairs": metrics.rank_causal_pairs,
         "bytes_sent": metrics.bytes_sent,
-        "peak_memory_bytes": max(_rank_memory()),
-        "rank_memory_bytes": _rank_memory(),
+        "peak_memory_bytes": max(memory),
+        "rank_memory_bytes": memory,
     }
 
 
@@ -100,15 +101,13 @@ def _check_cache(llm: LLM, results: Sequence[RequestOutput], prefix_len: int) ->
         )
 
 
-def _rank_memory() -> list[int]:
-    """Largest resident memory that each rank has had, in bytes, by rank. A single rank is this process."""
-    workers = [
-        process
-        for process in psutil.Process().children(recursive=True)
-        if "prefold.worker.main" in process.cmdline()
-    ]
-    workers.sort(key=lambda process: (process.create_time(), process.pid))
-    return [_high_water_mark(process.pid) for process in workers or [psutil.Process()]]
+def _rank_memory(llm: LLM) -> list[int]:
+    """Largest resident memory that each rank of this machine has had, in bytes, by rank."""
+    own = psutil.Process()
+    here = {process.pid for process in own.children(recursive=True)}
+    # A single rank is this process.
+    pids = [pid for pid in getattr(llm.engine._executor, "pids", ()) if pid in here]
+    return [_high_water_mark(pid) for pid in pids or [own.pid]]
 
 
 def _high_water_mark(pid: int) -> int:

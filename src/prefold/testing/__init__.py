@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING, Any
 from prefold.testing.run_ranks import run_ranks
 
 if TYPE_CHECKING:
-    from prefold.testing.checkpoints import make_benchmark_checkpoint, make_checkpoint
+    from prefold.testing.checkpoints import (
+        make_benchmark_checkpoint,
+        make_checkpoint,
+        make_long_prompt_checkpoint,
+    )
     from prefold.testing.dense import DenseContext
     from prefold.testing.quantized import dequantized_checkpoint, quantize_checkpoint
     from prefold.testing.threads import run_mesh_threads, run_threads
@@ -19,6 +23,7 @@ __all__ = [
     "dequantized_checkpoint",
     "make_benchmark_checkpoint",
     "make_checkpoint",
+    "make_long_prompt_checkpoint",
     "quantize_checkpoint",
     "run_mesh_threads",
     "run_ranks",
@@ -30,6 +35,7 @@ _HOME = {
     "dequantized_checkpoint": "prefold.testing.quantized",
     "make_benchmark_checkpoint": "prefold.testing.checkpoints",
     "make_checkpoint": "prefold.testing.checkpoints",
+    "make_long_prompt_checkpoint": "prefold.testing.checkpoints",
     "quantize_checkpoint": "prefold.testing.quantized",
     "run_mesh_threads": "prefold.testing.threads",
     "run_threads": "prefold.testing.threads",

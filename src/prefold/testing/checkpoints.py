@@ -87,6 +87,28 @@ BENCHMARK: dict[str, Any] = {
 }
 """DeepSeek-V3 form, 170 million parameters, of which 63 in embedding and head."""
 
+LONG_PROMPTS: dict[str, Any] = {
+    "vocab_size": 1024,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "q_lora_rank": 96,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "max_position_embeddings": 131072,
+}
+"""DeepSeek-V3 form with so few and small heads that one core attends 100,000 tokens to each other in a few
+minutes: 6.4 TFLOP."""
+
 
 def make_checkpoint(
     architecture: str,
@@ -132,6 +154,12 @@ def make_checkpoint(
 def make_benchmark_checkpoint(folder: str | Path, dtype: str = "bfloat16", **config_overrides: Any) -> Path:
     """The model that speed is measured with: DeepSeek-V3 form, see `BENCHMARK`."""
     overrides = BENCHMARK | config_overrides
+    return make_checkpoint("DeepseekV3ForCausalLM", folder, dtype, max_shard_size="100MB", **overrides)
+
+
+def make_long_prompt_checkpoint(folder: str | Path, dtype: str = "float32", **config_overrides: Any) -> Path:
+    """A small model for prompts of 100,000 tokens, with experts: see `LONG_PROMPTS`."""
+    overrides = LONG_PROMPTS | config_overrides
     return make_checkpoint("DeepseekV3ForCausalLM", folder, dtype, max_shard_size="100MB", **overrides)
 
 
