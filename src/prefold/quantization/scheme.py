@@ -109,7 +109,9 @@ def read_scheme(folder: str | Path) -> Scheme | None:
         )
     try:
         scheme = parse(found)
-        scheme.format_of(""), scheme.ignored_by("")  # compiles all patterns
+        # Bad patterns show now: these go through all of them.
+        scheme.format_of("")
+        scheme.ignored_by("")
         return scheme
     except (ValueError, KeyError, TypeError, AttributeError, re.error) as error:
         reason = error if type(error) is ValueError else f"{type(error).__name__}: {error}"
