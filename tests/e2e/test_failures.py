@@ -86,11 +86,13 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
+KILL, STOP = signal.SIGKILL, signal.SIGSTOP
+AT_WORK = [("pcp", phase, victim, number) for phase in PHASES for victim in (0, 1) for number in (KILL, STOP)]
+
+
 @pytest.mark.parametrize(
-    ("layout", "phase", "victim"),
-    [("pcp", phase, victim) for phase in PHASES for victim in (0, 1)]
-    + [("pp", "prefill", 0), ("pp", "decode", 1)],
+    ("layout", "phase", "victim", "number"),
+    [*AT_WORK, ("pp", "prefill", 0, STOP), ("pp", "decode", 1, KILL)],
 )
 def test_a_worker_that_is_killed_or_stopped_at_work(
     checkpoint: str, layout: str, phase: str, victim: int, number: int
@@ -134,6 +136,8 @@ def test_a_worker_that_is_killed_or_stopped_while_idle(
         llm.generate(PROMPTS, LONG)
     assert time.monotonic() - started < MARGIN_S + (TIMEOUT_S if number == signal.SIGSTOP else 0)
     assert_nothing_left(pids, folder, before)
+    if number == signal.SIGSTOP:
+        return
     with LLM(checkpoint, **options) as again:
         assert [output.outputs[0].token_ids for output in again.generate(PROMPTS, few)] == tokens
 
