@@ -128,7 +128,8 @@ def travel_bytes(
 
 def shared_decode_bytes(num_tokens: int, num_heads: int, num_parts: int, mla: MLAConfig) -> dict[str, int]:
     """What a rank hands over in a layer for decode tokens that its DCP group computes, by collective;
-    those of groups of one rank do not happen.
+    those of groups of one rank do not happen. Results that are large are summed instead of gathered
+    (attention.merge).
 
     Args:
         num_parts: ranks of the group that have other heads, itself included (`dcp_tp`).

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from prefold.attention import travel
+from prefold.attention import merge, travel
 from prefold.attention.context_ways import ContextWays
 from prefold.testing.attention_step import (
     HEADS_PER_RANK,
@@ -130,6 +130,14 @@ def test_a_cache_in_bfloat16(sizes: tuple[int, int, int], way: str):
 def test_queries_travel_in_pieces(sizes: tuple[int, int, int], piece: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(step_plan, "TRAVEL_TOKENS", piece)
     check_step(BATCHES["mixed"], layout_of(sizes, way="query"))
+
+
+@pytest.mark.parametrize("name", ["decode", "rows of several tokens", "mixed"])
+def test_large_results_are_summed(sizes: tuple[int, int, int], name: str, monkeypatch: pytest.MonkeyPatch):
+    """And small ones too, if told so; with shards that hold nothing of a request."""
+    monkeypatch.setattr(merge, "SUM_FROM_BYTES", -(1 << 40))
+    results = check_step([*BATCHES[name], decode(1)], layout_of(sizes))
+    assert ("dcp_pcp.all_reduce" in results[0].traffic) == (min(sizes[0], sizes[2]) > 1)
 
 
 # ---------------------------------------------------------------- what is moved

@@ -3,11 +3,10 @@
 A partial result travels packed, one row per token: `num_heads x (output | lse)` in float32. Two ways
 to join, each the identity in a group of one:
 
-- `join_over`: the ranks have the same heads and tokens, and all need the result. One all-gather, read in
-  place: one latency, and (size - 1) rows are read. The other way, an all-gather of the lse and an
-  all-reduce of the scaled outputs, reads about two rows per row whatever the size, but takes two
-  more rounds of synchronisation: with the up to 8 ranks and the few hundred rows of a decode
-  step the single call is the cheaper one.
+- `join_over`: the ranks have the same heads and tokens, and all need the result. Small results: one
+  all-gather, read in place, so each rank reads (size - 1) parts and waits once. Large results of many ranks:
+  an all-gather of the lse alone and a sum of the scaled outputs, which reads about two parts whatever the
+  size, but waits three times.
 - `scatter_heads`: every rank has partial results for the heads of all ranks and needs its own heads. One
   all-to-all: (size - 1) / size of the rows travel, once.
 
@@ -24,6 +23,9 @@ import torch
 from prefold.attention.lse import merge_
 from prefold.distributed.group import Group
 from prefold.workspace import Workspace
+
+SUM_FROM_BYTES = 2 << 20
+"""Bytes that a sum must save a rank to read (0.2 ms of shared memory) to be worth two more waits."""
 
 
 def packed(
@@ -56,6 +58,9 @@ def join_over(group: Group, out: torch.Tensor, lse: torch.Tensor, workspace: Wor
         out: [num_tokens, num_heads, dim], any float dtype; changed.
         lse: [num_tokens, num_heads] float32.
     """
+    if out.numel() * 4 * (group.size - 3) > SUM_FROM_BYTES:
+        _join_by_sum(group, out, lse, workspace)
+        return
     own, own_out, own_lse = packed(workspace, "merge.own", *out.shape)
     own_out.copy_(out)
     own_lse.copy_(lse)
@@ -64,6 +69,15 @@ def join_over(group: Group, out: torch.Tensor, lse: torch.Tensor, workspace: Wor
     merge_packed(gather.wait(), joint, joint_lse)
     gather.release()
     out.copy_(joint)
+
+
+def _join_by_sum(group: Group, out: torch.Tensor, lse: torch.Tensor, workspace: Workspace) -> None:
+    """`join_over` for many bytes: the shares of the ranks in the softmax are known from the lse alone."""
+    joint_lse = group.all_gather(lse).logsumexp(0)
+    # A row that nobody has a key for is 0 already: finish() writes that.
+    share = torch.exp(lse - joint_lse).masked_fill_(joint_lse == -torch.inf, 0.0)
+    scaled = workspace.get("merge.own", out.shape, torch.float32).copy_(out).mul_(share.unsqueeze(-1))
+    out.copy_(group.all_reduce(scaled))
 
 
 def scatter_heads(
