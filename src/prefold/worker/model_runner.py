@@ -130,7 +130,7 @@ class ModelRunner:
         )
 
     def _forward(self, batch: GlobalBatch, parts: Partition, wanted: WantedTokens) -> torch.Tensor:
-        """This stage's layers. Last stage: hidden states of the wanted tokens [n, hidden], on all ranks."""
+        """This stage's layers. Last stage: hidden states of the wanted tokens [n, hidden], on PCP place 0."""
         if self._experts is not None:
             self._experts.begin_step(self._expert_plan(parts))
         local = self._pcp.input_batch(batch, parts, self.states)
