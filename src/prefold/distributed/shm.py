@@ -39,7 +39,10 @@ PUBLISHED, CONSUMED, SLOT_FDS, SLOT_SIZES, COUNTS = 0, LINE, 2 * LINE, 2 * LINE 
 MIN_SLOT_BYTES = 1 << 14
 SPIN_S = 100e-6
 FIRST_SLEEP_S = 20e-6
-LONGEST_SLEEP_S = 1e-3
+LONGEST_SLEEP_S = 1e-4
+"""A rank that wakes late keeps all others waiting. Sleeps of 0.1 ms cost a few percent of an idle core."""
+LONGEST_SLEEP_CROWDED_S = 1e-3
+"""With more ranks than cores every wake-up takes time from a rank that computes."""
 CHECK_S = 0.2
 """How often a rank that waits for long looks whether the processes that it depends on are alive."""
 
@@ -50,7 +53,7 @@ def header_words(size: int) -> int:
 
 
 class Waiter:
-    """Waits for what another process does: spins for a moment, then sleeps, longer and longer up to 1 ms.
+    """Waits for what another process does: spins for a moment, then sleeps, longer and longer up to a limit.
 
     With more ranks than cores the rank that everyone waits for has to get a core, so then it yields
     instead of spinning. Where each rank has a core it must not yield: if anything else runs on the machine,
@@ -87,7 +90,7 @@ class Waiter:
             if ready():
                 return
         next_check = start + CHECK_S
-        pause = FIRST_SLEEP_S
+        pause, longest = FIRST_SLEEP_S, LONGEST_SLEEP_S if self._can_spin else LONGEST_SLEEP_CROWDED_S
         while not ready():
             now = time.monotonic()
             if now - start > self._timeout_s:
@@ -96,7 +99,7 @@ class Waiter:
                 next_check = now + CHECK_S
                 self._check_processes(ready, awaited)
             time.sleep(pause)
-            pause = min(pause * 1.5, LONGEST_SLEEP_S)
+            pause = min(pause * 1.5, longest)
 
     def _check_processes(self, ready: Callable[[], bool], awaited: Callable[[], list[int]]) -> None:
         if os.getppid() != self._parent:
