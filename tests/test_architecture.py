@@ -71,8 +71,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     # What computes. `layers` and `attention` do not know each other; a model gets attention as `ctx`.
     "workspace": set(),
     "distributed": {"distributed.mesh", "config"},
-    "attention": {"config", "kv_ownership", "workspace", "distributed"},
-    "layers": {"config", "traffic", "workspace", "distributed"},
+    "attention": {"config", "kv_ownership", "workspace", "distributed", "kernels"},
+    "layers": {"config", "traffic", "workspace", "distributed", "kernels"},
     "loader": {"layers", "checkpoint_files", "config", "quantization"},
     "attention.backend": {"config"},  # what a model sees of attention: nothing of PCP
     "models": {"attention.backend", "layers", "config", "hf_config", "workspace", "distributed"},

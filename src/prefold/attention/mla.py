@@ -18,6 +18,7 @@ import torch
 
 from prefold.attention.backend import AttentionBackend
 from prefold.config import MLAConfig
+from prefold.kernels import native
 from prefold.workspace import Workspace
 
 Count = TypeVar("Count", int, np.ndarray)
@@ -81,6 +82,11 @@ class KVProjection:
     def absorb(self, q: torch.Tensor, out: torch.Tensor) -> None:
         """Queries for the latent: [n, num_heads, qk_head_dim] -> out [n, num_heads, token_dim] float32."""
         mla = self.mla
+        if native.can_multiply(q, self._w_uk, out):
+            q_nope, latent_q = q[..., : mla.qk_nope_head_dim], out[..., : mla.kv_lora_rank]
+            native.combine(q_nope.transpose(0, 1), self._w_uk, latent_q.transpose(0, 1))
+            out[..., mla.kv_lora_rank :].copy_(q[..., mla.qk_nope_head_dim :])
+            return
         # Few queries: converting them is cheaper than converting the weight.
         q_nope = q[..., : mla.qk_nope_head_dim].transpose(0, 1).to(self._w_uk.dtype)
         out[..., : mla.kv_lora_rank].copy_(torch.bmm(q_nope, self._w_uk).transpose(0, 1))
@@ -88,6 +94,9 @@ class KVProjection:
 
     def unabsorb(self, attended: torch.Tensor, out: torch.Tensor) -> None:
         """Attended latents to values: [n, num_heads, kv_lora_rank] -> out [n, num_heads, v]."""
+        if native.can_multiply(attended, self._w_uv, out):
+            native.linear(attended.transpose(0, 1), self._w_uv, out.transpose(0, 1))
+            return
         latent = attended.transpose(0, 1).to(self._w_uv.dtype)
         values = torch.bmm(latent, self._w_uv.transpose(1, 2))
         out.copy_(values.transpose(0, 1))

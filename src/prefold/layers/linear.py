@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from prefold.kernels import native
 from prefold.layers.weight import Weight, parameter, shard, whole
 
 if TYPE_CHECKING:
@@ -60,6 +61,8 @@ def matmul(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> torch.Te
     """out = x @ weight.T for x [n, k], weight [m, k], out [n, m]; x and out share a dtype."""
     if weight.dtype == x.dtype:
         return torch.mm(x, weight.t(), out=out)
+    if native.can_multiply(x, weight, out):
+        return native.linear(x, weight, out)
     return out.copy_(F.linear(x.to(weight.dtype), weight))
 
 

@@ -1,0 +1,113 @@
+"""Products of few float32 rows with a bfloat16 matrix, in native code where it was built.
+
+torch multiplies a few rows with a bfloat16 matrix at a third of the rate at which memory delivers it, and
+rounds the rows to bfloat16 first. These kernels read the matrix once and keep everything else float32,
+so a row's result does not depend on how many others it is computed with.
+
+The library is compiled when the package is installed, if there is a C++ compiler (setup.py). Where it is
+missing, or where a rank has several threads, `can_multiply` says so and callers take torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+INSTRUCTION_SETS = ("portable", "avx2", "avx512")
+
+
+def _load() -> ctypes.CDLL | None:
+    for path in sorted(Path(__file__).parent.glob("_bf16*.so")):
+        try:
+            library = ctypes.CDLL(str(path))
+        except OSError:  # built for another machine
+            continue
+        size, array = ctypes.c_int64, (ctypes.c_void_p, ctypes.c_int64)
+        for function in (library.prefold_linear, library.prefold_combine):
+            function.argtypes = (ctypes.c_int, *[size] * 4, *array * 3, *[size] * 3)
+            function.restype = None
+        return library
+    return None
+
+
+_LIBRARY = _load()
+_BEST = -1 if _LIBRARY is None else _LIBRARY.prefold_instruction_set()
+
+
+def instruction_sets() -> tuple[str, ...]:
+    """What this processor can run, best last; nothing if the library was not built."""
+    return INSTRUCTION_SETS[: _BEST + 1]
+
+
+def can_multiply(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> bool:
+    """Whether these kernels serve the tensors: built, on a CPU, float32 by bfloat16, and one thread."""
+    return (
+        x.dtype == out.dtype == torch.float32
+        and w.dtype == torch.bfloat16
+        and w.device.type == "cpu"
+        and torch.get_num_threads() == 1
+        and _LIBRARY is not None
+    )
+
+
+def linear(
+    x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, instruction_set: str | None = None
+) -> torch.Tensor:
+    """out[..., m, n] = sum over k of x[..., m, k] * w[..., n, k].
+
+    Args:
+        x: [m, k] or [batch, m, k] float32; any strides but the last, which is 1. So are those of the others.
+        w: [n, k] or [batch, n, k] bfloat16.
+        out: [m, n] or [batch, m, n] float32, written.
+        instruction_set: one of `instruction_sets()`; default: the best.
+    """
+    assert _LIBRARY is not None
+    rows, depth = x.shape[-2:]
+    assert w.shape[-1] == depth, (x.shape, w.shape)
+    assert out.shape[-2:] == (rows, w.shape[-2]), (x.shape, w.shape, out.shape)
+    return _call(_LIBRARY.prefold_linear, x, w, out, w.shape[-2], instruction_set)
+
+
+def combine(
+    x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, instruction_set: str | None = None
+) -> torch.Tensor:
+    """out[..., m, c] = sum over d of x[..., m, d] * w[..., d, c]: rows of w, weighted. As `linear`, but
+    w is [d, c] or [batch, d, c]."""
+    assert _LIBRARY is not None
+    rows, depth = x.shape[-2:]
+    assert w.shape[-2] == depth, (x.shape, w.shape)
+    assert out.shape[-2:] == (rows, w.shape[-1]), (x.shape, w.shape, out.shape)
+    return _call(_LIBRARY.prefold_combine, x, w, out, w.shape[-1], instruction_set)
+
+
+def _call(
+    function: Callable[..., None],
+    x: torch.Tensor,
+    w: torch.Tensor,
+    out: torch.Tensor,
+    columns: int,
+    instruction_set: str | None,
+) -> torch.Tensor:
+    assert x.dtype == out.dtype == torch.float32, (x.dtype, out.dtype)
+    assert w.dtype == torch.bfloat16, w.dtype
+    assert x.stride(-1) == w.stride(-1) == out.stride(-1) == 1 or 0 in x.shape or 0 in out.shape
+    batch = x.shape[0] if x.ndim == 3 else 1
+    steps = (x.stride(0), w.stride(0), out.stride(0)) if x.ndim == 3 else (0, 0, 0)
+    function(
+        _BEST if instruction_set is None else INSTRUCTION_SETS.index(instruction_set),
+        batch,
+        *steps,
+        x.data_ptr(),
+        x.stride(-2),
+        w.data_ptr(),
+        w.stride(-2),
+        out.data_ptr(),
+        out.stride(-2),
+        x.shape[-2],
+        columns,
+        x.shape[-1],
+    )
+    return out
