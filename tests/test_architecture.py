@@ -350,6 +350,8 @@ IMMUTABLE_CALLS = {
     "int",
     "float",
     "str",
+    "_load_library",  # functions of a shared library
+    "_LIBRARY.prefold_instruction_set",
 }
 CACHES = {"cache", "lru_cache", "functools.cache", "functools.lru_cache"}
 MUTATORS = {

@@ -19,7 +19,7 @@ import torch
 INSTRUCTION_SETS = ("portable", "avx2", "avx512")
 
 
-def _load() -> ctypes.CDLL | None:
+def _load_library() -> ctypes.CDLL | None:
     for path in sorted(Path(__file__).parent.glob("_bf16*.so")):
         try:
             library = ctypes.CDLL(str(path))
@@ -33,7 +33,7 @@ def _load() -> ctypes.CDLL | None:
     return None
 
 
-_LIBRARY = _load()
+_LIBRARY = _load_library()
 _BEST = -1 if _LIBRARY is None else _LIBRARY.prefold_instruction_set()
 
 
