@@ -23,12 +23,12 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("error: Python 3.11 or newer is needed, $(PYTHON) is %d.%d; try: make demo PYTHON=python3.12" % v[:2])'
 	@$(PYTHON) -m venv $(VENV)
 
-$(VENV)/stamp-install: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/stamp-install: pyproject.toml constraints.txt setup.py src/prefold/kernels/bf16.cpp | $(BIN)/python
 	@echo "Installing Prefold into $(VENV); the first time this takes some minutes ..."
 	@$(PIP) -e .
 	@touch $@
 
-$(VENV)/stamp-test: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/stamp-test: pyproject.toml constraints.txt setup.py src/prefold/kernels/bf16.cpp | $(BIN)/python
 	@echo "Installing Prefold and its test tools into $(VENV); the first time this takes some minutes ..."
 	@$(PIP) -e '.[test]'
 	@touch $@ $(VENV)/stamp-install
