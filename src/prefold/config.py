@@ -52,6 +52,83 @@ class MLAConfig:
         """Elements per token in the cache: `kv_c | k_pe`."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
+    @property
+    def absorbed_dims(self) -> tuple[int, int]:
+        """Elements of a query's head and of a result's in the absorbed form: keys are latents there."""
+        return self.token_dim, self.kv_lora_rank
+
+    @property
+    def projection_size(self) -> int:
+        """Weights per head that make keys and values of a latent, or absorb a query and its result."""
+        return self.kv_lora_rank * (self.qk_nope_head_dim + self.v_head_dim)
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether queries of some layers see a window only."""
+        return False
+
+    def cache_dim(self, tp: int) -> int:
+        """Elements per token and layer in the cache of one of `tp` ranks: each holds the whole latent."""
+        return self.token_dim
+
+    def kv_head_repetition(self, tp: int) -> int:
+        """TP ranks that hold the same KV. The latent is one head for all: every rank has it."""
+        return tp
+
+
+@dataclass(frozen=True)
+class GQAConfig:
+    """Grouped-query attention: query heads share `num_kv_heads` heads of keys and values.
+
+    Attributes:
+        qk_norm: RMSNorm over each head of queries and keys, before they are rotated.
+        output_bias: o_proj has a bias (q, k and v: `ModelConfig.attention_bias`).
+        rope_layers: per layer, whether queries and keys are rotated.
+        windows: per layer, how many tokens a query sees, itself included; None: all before it.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    qk_norm: bool
+    output_bias: bool
+    rope_layers: tuple[bool, ...]
+    windows: tuple[int | None, ...]
+
+    @property
+    def qk_head_dim(self) -> int:
+        return self.head_dim
+
+    @property
+    def v_head_dim(self) -> int:
+        return self.head_dim
+
+    @property
+    def absorbed_dims(self) -> tuple[int, int]:
+        """There is one form only: as the heads are."""
+        return self.head_dim, self.head_dim
+
+    @property
+    def projection_size(self) -> int:
+        """Nothing lies between the cache and keys and values."""
+        return 0
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether queries of some layers see a window only."""
+        return any(window is not None for window in self.windows)
+
+    def kv_heads_per_rank(self, tp: int) -> int:
+        """KV heads of one of `tp` ranks: at least one, which several ranks then share."""
+        return max(1, self.num_kv_heads // tp)
+
+    def cache_dim(self, tp: int) -> int:
+        """Elements per token and layer in the cache of one of `tp` ranks: `keys | values` of its KV heads."""
+        return 2 * self.kv_heads_per_rank(tp) * self.head_dim
+
+    def kv_head_repetition(self, tp: int) -> int:
+        """TP ranks, neighbours, that hold the same KV heads."""
+        return max(1, tp // self.num_kv_heads)
+
 
 @dataclass(frozen=True)
 class MoEConfig:
@@ -75,7 +152,7 @@ class MoEConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """An MLA decoder, independent of how its checkpoint spells things.
+    """A decoder, independent of how its checkpoint spells things.
 
     `moe_layers[i]` says whether layer i routes to experts. `softmax_scale` already contains
     YaRN's mscale.
@@ -90,12 +167,13 @@ class ModelConfig:
     num_heads: int
     rms_norm_eps: float
     qk_norm_eps: float
-    """Epsilon of q_a_layernorm and kv_a_layernorm."""
+    """Epsilon of norms inside attention: of MLA's latents, or of queries and keys."""
     hidden_act: str
     tie_word_embeddings: bool
     attention_bias: bool
     mlp_bias: bool
-    mla: MLAConfig
+    mla: MLAConfig | None
+    """Latent attention, or `gqa`."""
     rope: RopeConfig
     softmax_scale: float
     moe: MoEConfig | None
@@ -105,6 +183,17 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     num_nextn_predict_layers: int = 0
     """Multi-token-prediction layers that a checkpoint may hold after the last one; not loaded."""
+
+    gqa: GQAConfig | None = None
+    """Grouped-query attention, or `mla`. Two fields, because messages hold no choice of classes."""
+
+    @property
+    def attention(self) -> MLAConfig | GQAConfig:
+        """Whichever there is."""
+        attention = self.mla or self.gqa
+        assert attention is not None
+        assert self.mla is None or self.gqa is None
+        return attention
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ def prefill_flops(model: ModelConfig, num_tokens: int, num_computed: int = 0) ->
     the shared ones. The head is applied to the last token only.
 
     attention = 2 * layers * heads * (qk_head_dim + v_head_dim) * (causal pairs): scores and weighted
-    values with the latent up-projected, where the token at position p sees p + 1 keys. Softmax,
+    values with the latent up-projected, where the token at position p sees p + 1 keys, or a window. Softmax,
     norms, activations and rotations are left out: they are no matrix multiplications.
     """
     layers = [layer_flops(model, i, num_tokens, num_computed) for i in range(model.num_layers)]
@@ -46,11 +46,22 @@ def prefill_flops(model: ModelConfig, num_tokens: int, num_computed: int = 0) ->
 def layer_flops(model: ModelConfig, layer: int, num_tokens: int, num_computed: int = 0) -> PrefillFlops:
     """The same for one layer, without the head."""
     weights = layer_parameters(model, layer)
-    per_token = weights.whole + weights.split + (model.moe.top_k * weights.expert if model.moe else 0)
-    end = num_computed + num_tokens
-    pairs = (end * (end + 1) - num_computed * (num_computed + 1)) // 2
-    per_pair = model.num_heads * (model.mla.qk_head_dim + model.mla.v_head_dim)
+    per_token = weights.whole + weights.split + weights.kv
+    per_token += model.moe.top_k * weights.expert if model.moe else 0
+    window = model.gqa.windows[layer] if model.gqa is not None else None
+    pairs = _pairs(num_computed + num_tokens, window) - _pairs(num_computed, window)
+    per_pair = model.num_heads * (model.attention.qk_head_dim + model.attention.v_head_dim)
     return PrefillFlops(matmul=2 * num_tokens * per_token, attention=2 * per_pair * pairs)
+
+
+def _pairs(num_tokens: int, window: int | None) -> int:
+    """Causal pairs of a sequence whose tokens see themselves and at most window - 1 before.
+
+    >>> _pairs(4, None), _pairs(4, 2)
+    (10, 7)
+    """
+    growing = num_tokens if window is None else min(num_tokens, window)
+    return growing * (growing + 1) // 2 + (num_tokens - growing) * growing
 
 
 @dataclass(frozen=True)
@@ -60,17 +71,37 @@ class LayerParameters:
     Attributes:
         whole: on every rank: projections to the latents, the router.
         split: 1/TP on a rank: projections to and from heads, dense MLP, shared experts.
+        kv: projections to the KV heads of grouped-query attention, split as far as there are heads.
         expert: of one routed expert; 0 in a dense layer.
     """
 
     whole: int
     split: int
+    kv: int
     expert: int
 
 
 def layer_parameters(model: ModelConfig, layer: int) -> LayerParameters:
     """Norms and biases are left out."""
-    mla, hidden, heads = model.mla, model.hidden_size, model.num_heads
+    whole, split, kv = _attention_parameters(model)
+    hidden = model.hidden_size
+    if not model.moe_layers[layer]:
+        return LayerParameters(whole, split + 3 * hidden * model.intermediate_size, kv, expert=0)
+    moe = model.moe
+    assert moe is not None
+    expert = 3 * hidden * moe.intermediate_size  # gate, up, down
+    shared = moe.num_shared_experts * expert
+    return LayerParameters(whole + hidden * moe.num_experts, split + shared, kv, expert)
+
+
+def _attention_parameters(model: ModelConfig) -> tuple[int, int, int]:
+    """whole, split and kv of LayerParameters."""
+    hidden, heads = model.hidden_size, model.num_heads
+    if model.gqa is not None:
+        head_dim = model.gqa.head_dim
+        return 0, 2 * hidden * heads * head_dim, 2 * hidden * model.gqa.num_kv_heads * head_dim
+    mla = model.mla
+    assert mla is not None
     whole = hidden * mla.token_dim
     split = mla.kv_lora_rank * heads * (mla.qk_nope_head_dim + mla.v_head_dim)  # kv_b
     split += heads * mla.v_head_dim * hidden  # o
@@ -79,9 +110,4 @@ def layer_parameters(model: ModelConfig, layer: int) -> LayerParameters:
     else:
         whole += hidden * mla.q_lora_rank
         split += mla.q_lora_rank * heads * mla.qk_head_dim
-    if not model.moe_layers[layer]:
-        return LayerParameters(whole, split + 3 * hidden * model.intermediate_size, expert=0)
-    moe = model.moe
-    assert moe is not None
-    expert = 3 * hidden * moe.intermediate_size  # gate, up, down
-    return LayerParameters(whole + hidden * moe.num_experts, split + moe.num_shared_experts * expert, expert)
+    return whole, split, 0

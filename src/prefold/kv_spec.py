@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class KVSpec:
-    """What one rank stores per token: `kv_c | k_pe`, in every layer it computes.
+    """What one rank stores per token in every layer that it computes: `kv_c | k_pe`, or `keys | values`.
 
     Attributes:
         num_layers: layers on this rank.
-        token_dim: elements per token and layer (kv_lora_rank + qk_rope_head_dim).
+        token_dim: elements per token and layer (`cache_dim` of the model's attention).
         itemsize: bytes per element.
         block_size: tokens per block.
     """

@@ -165,7 +165,7 @@ def step_traffic(
     layers = split_layers(model, parallel.pipeline_parallel_size)[at.pp]
     is_last = at.pp == parallel.pipeline_parallel_size - 1
     compute_size, kv_size = DTYPES[config.runtime.compute_dtype], DTYPES[model.dtype]
-    token_bytes = len(layers) * model.mla.token_dim * kv_size
+    token_bytes = len(layers) * model.attention.cache_dim(parallel.tensor_parallel_size) * kv_size
     hidden_bytes = model.hidden_size * compute_size
     num_tokens = int(parts.num_tokens[at.pcp])
     sent = dict.fromkeys(("pcp.all_gather", "tp.all_reduce", "tp.all_gather", "pp.send", "dp.all_gather"), 0)

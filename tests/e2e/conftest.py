@@ -25,6 +25,12 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "v3": ("DeepseekV3ForCausalLM", {}),
     "v3-no-q-lora": ("DeepseekV3ForCausalLM", {"q_lora_rank": None}),
     "glm": ("Glm4MoeLiteForCausalLM", {}),
+    "llama": ("LlamaForCausalLM", {"tie_word_embeddings": True}),
+    "mistral": ("MistralForCausalLM", {"sliding_window": 50}),
+    "qwen2": ("Qwen2ForCausalLM", {}),
+    "qwen3": ("Qwen3ForCausalLM", {}),
+    "qwen3-moe": ("Qwen3MoeForCausalLM", {}),
+    "smollm3": ("SmolLM3ForCausalLM", {}),
     # For tests of the engine rather than of the models: one dense layer and one with experts.
     "small": ("DeepseekV3ForCausalLM", {"num_hidden_layers": 2}),
     # What convert-mla writes has keys that are all position.

@@ -8,7 +8,7 @@ import pytest
 
 from prefold import SamplingParams
 from prefold.attention import travel
-from prefold.attention.mla import KVProjection
+from prefold.attention.mla import UpProjectedForm
 from prefold.testing.reference import Case
 from prefold.worker import step_plan
 
@@ -35,7 +35,7 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
         for module in (step_plan, travel):
             monkeypatch.setattr(module, "prefer_absorbed", replacement)
     if request.param == "absorbed":
-        monkeypatch.setattr(KVProjection, "head_keys_values", None)  # nothing may need it
+        monkeypatch.setattr(UpProjectedForm, "keys_values", None)  # nothing may need it
     return request.param
 
 

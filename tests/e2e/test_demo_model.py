@@ -6,8 +6,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from prefold import LLM, SamplingParams
 from prefold.convert.demo import demo_gguf, demo_model
 from prefold.convert.gguf_source import GGUFSource
+from prefold.testing.thread_executor import ThreadLLM
 
 ROOT = Path(__file__).parents[2]
 
@@ -75,6 +77,21 @@ def test_mla_form_equals_the_original_on_real_text(folder, prompt):
     ]
     assert tokens[0].shape[1] == prompt.shape[1] + 32
     assert tokens[0].tolist() == tokens[1].tolist()
+
+
+@torch.inference_mode()
+def test_prefold_runs_the_original_as_transformers_does(prompt, tmp_path):
+    """Grouped-query attention on real weights: greedy tokens after 1,000 tokens of text, also on two
+    PCP ranks."""
+    original, document = original_model(), prompt[:, :1000]
+    expected = original.generate(document, max_new_tokens=32, min_new_tokens=32, do_sample=False)[0, 1000:]
+    original.save_pretrained(tmp_path)
+    greedy = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
+    options = {"max_model_len": 1100, "num_blocks": 60}
+    with LLM(str(tmp_path), threads_per_rank=1, skip_tokenizer_init=True, **options) as llm:
+        assert llm.generate(document[0].tolist(), greedy)[0].outputs[0].token_ids == expected.tolist()
+    with ThreadLLM(str(tmp_path), prefill_context_parallel_size=2, **options) as llm:
+        assert llm.generate(document[0].tolist(), greedy)[0].outputs[0].token_ids == expected.tolist()
 
 
 def test_the_tokenizer_returns_the_document(folder):

@@ -12,6 +12,7 @@ from prefold.request import Logprob, RequestOutput
 from prefold.testing.reference import LOGIT_TIE, ROUTER_TIE, Judgement
 
 MODELS = ["v2", "v2-no-q-lora", "v3", "v3-no-q-lora", "glm"]
+GQA_MODELS = ["llama", "mistral", "qwen2", "qwen3", "qwen3-moe", "smollm3"]
 BLOCK_SIZE = 16
 # Every length to 40, then up to 600 every length modulo the block size.
 LENGTHS = [*range(1, 41), *range(41, 600, 37), 600]
@@ -57,11 +58,11 @@ def check(output: RequestOutput, judgement: Judgement) -> bool:
     return True
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", MODELS + GQA_MODELS)
 def test_logprobs_and_greedy_tokens_of_every_length(tiny, name: str):
     llm, reference, rng = engine(tiny, name), tiny.reference(name), random.Random(1)
-    # Where only the queries' projection differs a third of the lengths will do.
-    missing = LENGTHS[::3] if name.endswith("no-q-lora") else list(LENGTHS)
+    # Where only projections differ a third of the lengths will do.
+    missing = LENGTHS[::3] if name.endswith(("no-q-lora", "llama", "qwen2")) else list(LENGTHS)
     for _ in range(12):
         prompts = [tiny.random_prompt(length)(rng) for length in missing]
         outputs = llm.generate(prompts, ALL_LOGPROBS)
@@ -73,7 +74,7 @@ def test_logprobs_and_greedy_tokens_of_every_length(tiny, name: str):
     assert not missing, "these lengths found no prompt away from ties"
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", MODELS + GQA_MODELS)
 def test_greedy_tokens_equal_transformers_loop_with_its_cache(tiny, name: str):
     llm, reference = engine(tiny, name), tiny.reference(name)
     for case in tiny.cases(ALONE, name, seed=2):

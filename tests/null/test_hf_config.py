@@ -198,7 +198,7 @@ def test_every_layer_dense(load):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM.*DeepseekV2ForCausalLM, DeepseekV3"),
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*DeepseekV2ForCausalLM, DeepseekV3"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quant_method 'gptq'.*supported: fp8"),
         ({"hidden_act": "relu"}, "hidden_act='relu'.*silu"),
         ({"torch_dtype": "float16"}, "float16.*--dtype float32"),

@@ -52,14 +52,20 @@ class Kernel:
         (self.state,) = self.backend.start([Queries(q, k.shape[0], v.shape[-1])], scale)
         self.seen = torch.zeros(q.shape[0], k.shape[1], dtype=torch.bool)
 
-    def attend(self, tokens: slice, keys: slice, causal: bool = False) -> None:
-        qk_dim = self.q.shape[-1]
-        k = self.backend.keys(self.k.shape[0], keys.stop - keys.start, qk_dim)
+    def attend(
+        self, tokens: slice, keys: slice, causal: bool = False, unseen: torch.Tensor | None = None
+    ) -> None:
+        qk_dim, num_keys = self.q.shape[-1], keys.stop - keys.start
+        k = self.backend.keys(self.k.shape[0], num_keys, qk_dim)
         k[..., :qk_dim] = self.k[:, keys]
-        self.backend.attend_(self.state, tokens, k, self.v[:, keys], causal)
-        square = torch.ones(tokens.stop - tokens.start, keys.stop - keys.start, dtype=torch.bool)
-        assert not self.seen[tokens, keys].logical_and(square.tril() if causal else square).any()
-        self.seen[tokens, keys] |= square.tril() if causal else square
+        self.backend.attend_(self.state, tokens, k, self.v[:, keys], causal, unseen)
+        square = torch.ones(tokens.stop - tokens.start, num_keys, dtype=torch.bool)
+        if causal:
+            square = square.tril()
+        if unseen is not None:
+            square &= torch.arange(num_keys) >= unseen[:, None]
+        assert not self.seen[tokens, keys].logical_and(square).any()
+        self.seen[tokens, keys] |= square
 
     def check(self, tolerance: float = 2e-5) -> None:
         """Everything seen so far, against the oracle; uses the state up."""
@@ -137,6 +143,20 @@ def test_no_tokens_and_no_keys_change_nothing():
     kernel.attend(slice(1, 4), slice(5, 5))
     kernel.check()
     Kernel(q, k, v, 0.25).check()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("magnitude", [1.0, 30.0])
+def test_keys_that_a_token_does_not_see(causal: bool, magnitude: float):
+    """Few and many, in blocks of which a token sees nothing, and with tokens that see none at all."""
+    for length in (1, 2, 5, 130, ROW_BLOCK // 2 + 1):
+        num_keys = length if causal else KEY_BLOCK + 3
+        q, k = random(length, 4, 8, scale=magnitude), random(2, num_keys, 8, seed=1, scale=magnitude)
+        kernel = Kernel(q, k, random(2, num_keys, 4, seed=2), 0.5)
+        generator = torch.Generator().manual_seed(length)
+        unseen = torch.randint(0, num_keys + 1, (length,), generator=generator).sort().values
+        kernel.attend(slice(0, length), slice(0, num_keys), causal, unseen)
+        kernel.check(2e-5 if magnitude == 1.0 else 1e-3)
 
 
 @given(

@@ -11,15 +11,21 @@ import transformers
 from prefold.checkpoint_files import check_checkpoint_files
 from prefold.config import ParallelConfig
 from prefold.distributed.layouts import check_layout, describe_layout
-from prefold.hf_config import SUPPORTED_ARCHITECTURES, load_model_config
-from prefold.testing.checkpoints import BENCHMARK, make_benchmark_checkpoint, make_checkpoint
+from prefold.hf_config import GQA_ARCHITECTURES, MLA_ARCHITECTURES, load_model_config
+from prefold.testing.checkpoints import (
+    BENCHMARK,
+    GQA_BENCHMARK,
+    make_benchmark_checkpoint,
+    make_checkpoint,
+    make_gqa_benchmark_checkpoint,
+)
 
 torch.set_num_threads(1)
 
-V2, V3, GLM = SUPPORTED_ARCHITECTURES
+V2, V3, GLM = MLA_ARCHITECTURES
 
 
-@pytest.fixture(scope="module", params=SUPPORTED_ARCHITECTURES)
+@pytest.fixture(scope="module", params=MLA_ARCHITECTURES)
 def checkpoint(request, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
 
@@ -54,6 +60,14 @@ def test_the_weights_are_those_that_layouts_count(checkpoint: Path):
     matrices = sum(math.prod(shape) for shape in shapes if len(shape) == 2)
     config = load_model_config(checkpoint)
     assert describe_layout(config, ParallelConfig()).weight_bytes == 4 * matrices
+
+
+@pytest.mark.parametrize("architecture", GQA_ARCHITECTURES)
+def test_the_weights_of_gqa_checkpoints_are_those_that_layouts_count(architecture: str, tmp_path: Path):
+    folder = make_checkpoint(architecture, tmp_path)
+    shapes = [entry.shape for entry in check_checkpoint_files(folder).values()]
+    matrices = sum(math.prod(shape) for shape in shapes if len(shape) >= 2)
+    assert describe_layout(load_model_config(folder), ParallelConfig()).weight_bytes == 4 * matrices
 
 
 def test_the_tokenizer_fits_the_vocabulary(checkpoint: Path):
@@ -114,6 +128,17 @@ def test_benchmark_checkpoint(tmp_path: Path):
     assert (config.dtype, config.num_layers, config.num_heads) == ("bfloat16", 8, 16)
     assert config.max_position_embeddings >= 131072
     assert 150e6 < num_parameters(BENCHMARK) < 171e6
+
+
+def test_gqa_benchmark_checkpoint(tmp_path: Path):
+    folder = make_gqa_benchmark_checkpoint(tmp_path, hidden_size=64, vocab_size=400)
+    config = load_model_config(folder)
+    assert (config.dtype, config.num_layers, config.num_heads) == ("bfloat16", 8, 16)
+    assert config.attention.cache_dim(1) == 2 * 4 * 64
+    c, hidden = GQA_BENCHMARK, GQA_BENCHMARK["hidden_size"]
+    attention = 2 * hidden * (c["num_attention_heads"] + c["num_key_value_heads"]) * c["head_dim"]
+    layers = c["num_hidden_layers"] * (attention + 3 * hidden * c["intermediate_size"])
+    assert 99e6 < layers + c["vocab_size"] * hidden < 100e6
 
 
 def num_parameters(c: dict) -> float:

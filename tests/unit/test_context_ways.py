@@ -18,7 +18,9 @@ LAYOUTS = [(1, 1), (2, 1), (4, 1), (2, 2), (4, 2), (4, 4), (1, 2), (2, 4), (1, 8
 
 
 def ways(pcp: int, dcp: int = 1, forced: str = AUTO, num_heads: int = 16) -> ContextWays:
-    return ContextWays(MLA, num_heads, pcp, dcp, tile_tokens=1024, kv_itemsize=2, q_itemsize=4, forced=forced)
+    return ContextWays(
+        MLA, num_heads, MLA.token_dim, pcp, dcp, tile_tokens=1024, kv_itemsize=2, q_itemsize=4, forced=forced
+    )
 
 
 def chosen(layout: ContextWays, requests: list[tuple[int, int]], is_prefill: bool = True) -> list[str]:

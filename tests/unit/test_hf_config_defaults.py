@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 import transformers
 
-from prefold.hf_config import SUPPORTED_ARCHITECTURES, load_model_config
+from prefold.hf_config import MLA_ARCHITECTURES, load_model_config
 
-V2, V3, GLM = SUPPORTED_ARCHITECTURES
+V2, V3, GLM = MLA_ARCHITECTURES
 
 REQUIRED = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5}
 
 
-@pytest.mark.parametrize("architecture", SUPPORTED_ARCHITECTURES)
+@pytest.mark.parametrize("architecture", MLA_ARCHITECTURES)
 def test_absent_keys_mean_what_transformers_takes_them_for(architecture: str, tmp_path: Path):
     raw = {"architectures": [architecture], "num_attention_heads": 8, "dtype": "float32", **REQUIRED}
     if architecture == V2:

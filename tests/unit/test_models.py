@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from prefold.config import ModelConfig, RuntimeConfig
-from prefold.hf_config import SUPPORTED_ARCHITECTURES, load_model_config
+from prefold.hf_config import MLA_ARCHITECTURES, load_model_config
 from prefold.loader import load_weights
 from prefold.models.registry import build_model
 from prefold.testing.checkpoints import make_checkpoint
@@ -19,7 +19,7 @@ from prefold.workspace import Workspace
 
 torch.set_num_threads(1)
 
-V2, V3, GLM = SUPPORTED_ARCHITECTURES
+V2, V3, GLM = MLA_ARCHITECTURES
 PROMPT, DECODED = 584, 16
 MAX_MODEL_LEN = PROMPT + DECODED
 
@@ -62,7 +62,7 @@ class Variant:
 def variants() -> list[Variant]:
     """Every rope type of every architecture, interleaved or not; the other switches take turns."""
     out = []
-    for architecture in SUPPORTED_ARCHITECTURES:
+    for architecture in MLA_ARCHITECTURES:
         for rope_type, parameters in ROPES.items():
             for interleave in (True,) if architecture == V2 else (True, False):
                 i = len(out)
@@ -201,7 +201,7 @@ def test_any_chunks_give_the_same_logits(checkpoints: dict[str, Path]):
         assert (logits - whole).abs().max() < 1e-4, budget
 
 
-@pytest.mark.parametrize("architecture", SUPPORTED_ARCHITECTURES)
+@pytest.mark.parametrize("architecture", MLA_ARCHITECTURES)
 @pytest.mark.parametrize("poison", [True, False])
 def test_no_tokens_are_a_batch_too(architecture: str, poison: bool, checkpoints: dict[str, Path]):
     config, model = load(checkpoints[architecture], poison=poison)
@@ -219,7 +219,7 @@ def test_poisoned_buffers_change_no_bit(checkpoints: dict[str, Path]):
     assert torch.equal(*runs)
 
 
-@pytest.mark.parametrize("architecture", SUPPORTED_ARCHITECTURES)
+@pytest.mark.parametrize("architecture", MLA_ARCHITECTURES)
 def test_a_step_allocates_nothing_that_grows_with_its_buffers(
     architecture: str, checkpoints: dict[str, Path]
 ):
@@ -241,7 +241,7 @@ class FixedContext:
     def __init__(self, config: ModelConfig) -> None:
         self._out = torch.ones(300, config.num_heads * config.mla.v_head_dim)
 
-    def attend(self, layer_idx, q, kv, w_uk, w_uv):
+    def attend(self, layer_idx, q, kv, rows):
         return self._out[: q.shape[0]]
 
 
@@ -265,7 +265,7 @@ def tensors_in(tree) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
-@pytest.mark.parametrize("architecture", SUPPORTED_ARCHITECTURES)
+@pytest.mark.parametrize("architecture", MLA_ARCHITECTURES)
 def test_tensor_parallel_ranks_equal_one_rank(architecture: str, size: int, checkpoints: dict[str, Path]):
     folder = checkpoints[architecture]
     config, model = load(folder)
@@ -325,7 +325,7 @@ def splits(num_layers: int) -> list[list[int]]:
     ]
 
 
-@pytest.mark.parametrize("architecture", SUPPORTED_ARCHITECTURES)
+@pytest.mark.parametrize("architecture", MLA_ARCHITECTURES)
 @pytest.mark.parametrize("tied", [False, True])
 def test_stages_equal_the_whole_model_bit_for_bit(architecture: str, tied: bool, tmp_path: Path):
     layers = {"num_hidden_layers": 5}
@@ -367,7 +367,7 @@ def test_a_stage_tells_attention_its_layers_from_0_on(checkpoints: dict[str, Pat
     assert [list(ctx.kv) for _, ctx in chain.stages] == [[0], list(range(config.num_layers - 1))]
 
 
-@pytest.mark.parametrize("architecture", SUPPORTED_ARCHITECTURES)
+@pytest.mark.parametrize("architecture", MLA_ARCHITECTURES)
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 def test_bfloat16_weights(architecture: str, compute: str, tmp_path: Path):
     """Errors against the same weights in float32, next to what transformers makes in bfloat16."""
@@ -396,4 +396,4 @@ def test_float32_of_a_bfloat16_checkpoint_is_exact(tmp_path: Path):
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """One tiny float32 checkpoint per architecture."""
-    return {name: make_checkpoint(name, tmp_path_factory.mktemp(name)) for name in SUPPORTED_ARCHITECTURES}
+    return {name: make_checkpoint(name, tmp_path_factory.mktemp(name)) for name in MLA_ARCHITECTURES}

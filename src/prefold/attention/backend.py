@@ -8,21 +8,49 @@ from typing import Any, Protocol
 
 import torch
 
+from prefold.config import MLAConfig
+
+
+@dataclass(frozen=True, eq=False)
+class LatentRows:
+    """What the rows of a layer's cache are, with latent attention: `kv_c | k_pe`, normalised and rotated.
+
+    Attributes:
+        w_uk: [num_heads, qk_nope, kv_lora_rank], up-projection of keys, in the weights' dtype.
+        w_uv: [num_heads, v_head_dim, kv_lora_rank], up-projection of values.
+    """
+
+    mla: MLAConfig
+    w_uk: torch.Tensor
+    w_uv: torch.Tensor
+
+
+@dataclass(frozen=True)
+class HeadRows:
+    """What the rows are with grouped-query attention: `keys | values` of this rank's KV heads, keys rotated.
+
+    Attributes:
+        window: a token sees so many tokens, itself included; None: all before it.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    window: int | None
+
 
 class AttentionContext(Protocol):
     """Handed to a model's forward; knows the batch, the cache and the ranks. The model does not."""
 
     def attend(
-        self, layer_idx: int, q: torch.Tensor, kv: torch.Tensor, w_uk: torch.Tensor, w_uv: torch.Tensor
+        self, layer_idx: int, q: torch.Tensor, kv: torch.Tensor, rows: LatentRows | HeadRows
     ) -> torch.Tensor:
-        """Causal MLA attention of the step's tokens over their requests' histories.
+        """Causal attention of the step's tokens over their requests' histories.
 
         Args:
             layer_idx: layer on this rank, from 0.
-            q: [num_tokens, num_heads, qk_nope + qk_rope], rotary embedding applied.
-            kv: [num_tokens, kv_lora_rank + qk_rope], `kv_c | k_pe`, normalised and rotated.
-            w_uk: [num_heads, qk_nope, kv_lora_rank], up-projection of keys, in the weights' dtype.
-            w_uv: [num_heads, v_head_dim, kv_lora_rank], up-projection of values.
+            q: [num_tokens, num_heads, qk_head_dim], rotary embedding applied; heads may be strided.
+            kv: [num_tokens, width of a row], the tokens' rows of the cache.
+            rows: what they are.
 
         Returns:
             [num_tokens, num_heads * v_head_dim]; valid until the next call.
@@ -56,7 +84,15 @@ class AttentionBackend(Protocol):
         """A buffer for a tile's values, [num_kv_heads, num_keys, v_dim] float32; as `keys`."""
         ...
 
-    def attend_(self, state: Any, tokens: slice, k: torch.Tensor, v: torch.Tensor, causal: bool) -> None:
+    def attend_(
+        self,
+        state: Any,
+        tokens: slice,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        causal: bool,
+        unseen: torch.Tensor | None = None,
+    ) -> None:
         """Add keys and values to the softmax of some of a state's tokens.
 
         Args:
@@ -64,6 +100,7 @@ class AttentionBackend(Protocol):
             k: what `keys` returned, filled.
             v: what `values` returned, filled, or a view of k.
             causal: token tokens.start + i sees keys 0..i; there must be as many of both.
+            unseen: [tokens] int64, token tokens.start + i does not see the first unseen[i] keys.
 
         No tokens or no keys change nothing.
         """

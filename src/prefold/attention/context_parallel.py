@@ -17,15 +17,15 @@ from collections.abc import Mapping
 
 import torch
 
-from prefold.attention.backend import AttentionBackend
+from prefold.attention.backend import AttentionBackend, HeadRows, LatentRows
+from prefold.attention.forms import KVForms
 from prefold.attention.kv_tiles import KVTiles
-from prefold.attention.mla import KVProjection
-from prefold.attention.plan import RequestWork, Rows, StepPlan
+from prefold.attention.plan import Rows, StepPlan
 from prefold.attention.queries import LayerQueries
 from prefold.attention.shared_decode import SharedDecode
 from prefold.attention.travel import TravelTools, Trip
-from prefold.attention.walk import CacheReader, Walk, Walker, rows_of
-from prefold.config import MLAConfig
+from prefold.attention.walk import CacheReader, Walker, rows_of
+from prefold.config import GQAConfig, MLAConfig
 from prefold.distributed.group import Gather, Group
 from prefold.kv_ownership import KVOwnership
 from prefold.workspace import Workspace
@@ -44,7 +44,7 @@ class ContextParallelAttention:
 
     def __init__(
         self,
-        mla: MLAConfig,
+        attention: MLAConfig | GQAConfig,
         scale: float,
         kv_cache: torch.Tensor,
         groups: Mapping[str, Group],
@@ -54,7 +54,7 @@ class ContextParallelAttention:
         tile_tokens: int,
         compute_dtype: torch.dtype,
     ) -> None:
-        self._mla = mla
+        self._attention = attention
         self._scale = scale
         self._kv_cache = kv_cache
         self._groups = groups
@@ -73,33 +73,34 @@ class ContextParallelAttention:
         self._plan = plan
 
     def attend(
-        self, layer_idx: int, q: torch.Tensor, kv: torch.Tensor, w_uk: torch.Tensor, w_uv: torch.Tensor
+        self, layer_idx: int, q: torch.Tensor, kv: torch.Tensor, rows: LatentRows | HeadRows
     ) -> torch.Tensor:
         """See AttentionContext.attend."""
         plan = self._plan
         assert plan is not None
         assert q.shape[0] == plan.num_tokens, (q.shape, plan.num_tokens)
         cache = self._kv_cache[layer_idx]
-        projection = KVProjection(self._mla, w_uk, w_uv, self._compute_dtype, self._backend, self._workspace)
+        forms = KVForms.of(rows, self._compute_dtype, self._backend, self._workspace)
         reader = CacheReader(cache, self._workspace)
         new_kv = self._to_cache_dtype(kv, plan)
         gather = self._groups["pcp"].start_all_gather(new_kv[: plan.gather_tokens])
         self._write(cache, new_kv[plan.num_prefill_tokens : plan.num_tokens], plan.write_decode)
-        trips = self._trips(plan, q, projection, reader)
+        trips = self._trips(plan, q, forms, reader)
         for trip in trips[:1]:
             trip.send()
-        decode = self._start_decode(plan, q, projection, reader)
+        decode = self._start_decode(plan, q, forms, reader)
 
         requests = [(work.tokens, work.absorbed) for work in plan.works]
-        queries = LayerQueries(
-            q, requests, projection, self._scale, self._backend, self._workspace, "attention"
-        )
-        for work, walk in zip(plan.works, queries.walks):
-            self._walk_in_place(work, walk, new_kv, reader)
+        queries = LayerQueries(q, requests, forms, self._scale, self._backend, self._workspace, "attention")
+        windows = [work.window(forms.window) for work in plan.works]
+        for work, walk, window in zip(plan.works, queries.walks, windows):
+            for run, segment in zip(work.runs, work.own):
+                self._walker.run(walk, [segment], rows_of(new_kv, run.start - run.offset), window)
+            self._walker.run(walk, work.cached, reader.request(work.block_ids), window)
         for trip in trips[:1]:
             trip.attend()
         self._kv_tiles(plan, reader).run(queries.walks)
-        out = self._workspace.get("attention.out", (*q.shape[:2], self._mla.v_head_dim), self._compute_dtype)
+        out = self._workspace.get("attention.out", (*q.shape[:2], forms.plain.out_dim), self._compute_dtype)
         if decode is not None:
             decode.attend(out[plan.num_prefill_tokens :])
 
@@ -107,10 +108,10 @@ class ContextParallelAttention:
         self._write(cache, all_new, plan.write_new)
         for trip in trips[:1]:
             trip.send_back()
-        for work, walk in zip(plan.works, queries.walks):
-            self._walker.run(walk, work.others, rows_of(all_new, -work.first_new_row))
+        for work, walk, window in zip(plan.works, queries.walks, windows):
+            self._walker.run(walk, work.others, rows_of(all_new, -work.first_new_row), window)
         self._finish(plan, queries, trips, out)
-        return out.view(q.shape[0], q.shape[1] * self._mla.v_head_dim)
+        return out.flatten(1)
 
     def _to_cache_dtype(self, kv: torch.Tensor, plan: StepPlan) -> torch.Tensor:
         """New KV in the cache's dtype, with room for the rows that pad the gather."""
@@ -119,14 +120,13 @@ class ContextParallelAttention:
         new_kv[: plan.num_tokens].copy_(kv)
         return new_kv
 
-    def _trips(
-        self, plan: StepPlan, q: torch.Tensor, projection: KVProjection, reader: CacheReader
-    ) -> list[Trip]:
+    def _trips(self, plan: StepPlan, q: torch.Tensor, forms: KVForms, reader: CacheReader) -> list[Trip]:
         """One per piece of travelling queries."""
         tools = TravelTools(
             group=self._travel_group,
             absorbed=self._heads_differ,
-            projection=projection,
+            forms=forms,
+            attention=self._attention,
             scale=self._scale,
             reader=reader,
             walker=self._walker,
@@ -136,7 +136,7 @@ class ContextParallelAttention:
         return [Trip(piece, tools, q) for piece in plan.travel]
 
     def _start_decode(
-        self, plan: StepPlan, q: torch.Tensor, projection: KVProjection, reader: CacheReader
+        self, plan: StepPlan, q: torch.Tensor, forms: KVForms, reader: CacheReader
     ) -> SharedDecode | None:
         """The decode tokens of a sharded cache, with their queries on the way."""
         if not plan.shared_decode:
@@ -145,7 +145,7 @@ class ContextParallelAttention:
             plan.shared_decode,
             self._groups["dcp_tp"],
             self._groups["dcp_pcp"],
-            projection,
+            forms.absorbed,
             self._scale,
             reader,
             self._walker,
@@ -154,14 +154,6 @@ class ContextParallelAttention:
         )
         decode.send(q[plan.num_prefill_tokens :])
         return decode
-
-    def _walk_in_place(
-        self, work: RequestWork, walk: Walk, new_kv: torch.Tensor, reader: CacheReader
-    ) -> None:
-        """What needs nothing of others: own new tokens, and cached ones."""
-        for run, segment in zip(work.runs, work.own):
-            self._walker.run(walk, [segment], rows_of(new_kv, run.start - run.offset))
-        self._walker.run(walk, work.cached, reader.request(work.block_ids))
 
     def _kv_tiles(self, plan: StepPlan, reader: CacheReader) -> KVTiles:
         return KVTiles(

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from prefold.attention.mla import form_costs
-from prefold.config import DTYPES, EngineConfig, MLAConfig
+from prefold.attention.forms import form_costs
+from prefold.config import DTYPES, EngineConfig, GQAConfig, MLAConfig
 
 LOCAL, SLICED, QUERY, KV = WAYS = ("local", "sliced", "query", "kv")
 
@@ -57,21 +57,24 @@ class ContextWays:
     """What the choice depends on besides the step; equal on all ranks.
 
     Attributes:
-        num_heads: of one rank.
+        num_heads, token_dim: of one rank: query heads, and elements of a token's row in the cache.
         pcp_size, dcp_size: P and D.
         tile_tokens: keys that are read (or gathered) at a time.
         kv_itemsize, q_itemsize: bytes per element of the cache and of queries.
         forced: "auto", or a way that is taken wherever it is possible.
+        has_windows: queries of some layers see a window only: they attend in place.
     """
 
-    mla: MLAConfig
+    attention: MLAConfig | GQAConfig
     num_heads: int
+    token_dim: int
     pcp_size: int
     dcp_size: int
     tile_tokens: int
     kv_itemsize: int
     q_itemsize: int
     forced: str = AUTO
+    has_windows: bool = False
 
     def __post_init__(self) -> None:
         if self.forced not in (AUTO, *WAYS):
@@ -81,15 +84,18 @@ class ContextWays:
     def of(cls, config: EngineConfig) -> ContextWays:
         """What a resolved configuration says."""
         model, parallel, runtime = config.model, config.parallel, config.runtime
+        tp = parallel.tensor_parallel_size
         return cls(
-            mla=model.mla,
-            num_heads=model.num_heads // parallel.tensor_parallel_size,
+            attention=model.attention,
+            num_heads=model.num_heads // tp,
+            token_dim=model.attention.cache_dim(tp),
             pcp_size=parallel.prefill_context_parallel_size,
             dcp_size=parallel.decode_context_parallel_size,
             tile_tokens=runtime.context_workspace_tokens,
             kv_itemsize=DTYPES[model.dtype],
             q_itemsize=DTYPES[runtime.compute_dtype],
             forced=runtime.context_attention,
+            has_windows=model.attention.has_windows,
         )
 
     @property
@@ -120,6 +126,8 @@ class ContextWays:
             num_computed: [R] tokens of its context.
         """
         in_place, travelling = self.legal
+        if self.has_windows:
+            return np.full(len(num_computed), in_place)
         if self.forced in self.legal:
             return np.full(len(num_computed), self.forced)
         own = num_queries.max(axis=1, initial=0)
@@ -137,25 +145,30 @@ class ContextWays:
 
     def _attend(self, num_queries: np.ndarray, num_keys: np.ndarray) -> np.ndarray:
         """Queries at keys, in the cheaper form, keys read once."""
-        forms = form_costs(self.mla, num_queries, num_keys)
-        return self.num_heads * np.minimum(*forms) + num_keys * self.mla.token_dim * PER_KEY_ELEMENT
+        forms = form_costs(self.attention, num_queries, num_keys)
+        return self.num_heads * np.minimum(*forms) + num_keys * self.token_dim * PER_KEY_ELEMENT
 
     def _move_keys(self, num_keys: np.ndarray) -> np.ndarray:
         """Gathering the shards: every rank reads all keys."""
         tiles = -(-num_keys // self.tile_tokens)
-        return num_keys * self.mla.token_dim * self.kv_itemsize * PER_GATHERED_BYTE + tiles * PER_COLLECTIVE
+        return num_keys * self.token_dim * self.kv_itemsize * PER_GATHERED_BYTE + tiles * PER_COLLECTIVE
 
     def _travel(self, own: np.ndarray, of_unit: np.ndarray, num_keys: np.ndarray) -> np.ndarray:
         """Queries there, all of them at this rank's part of the keys, results back."""
-        mla, heads, size = self.mla, self.num_heads, self.group_size
+        attention, heads, size = self.attention, self.num_heads, self.group_size
         num_queries = of_unit * (size // self.unit)  # in units of this rank's number of heads
         num_pieces = -(-num_queries // TRAVEL_TOKENS)
         num_own_keys = -(-num_keys // size)
-        up_projected, absorbed = form_costs(mla, -(-num_queries // np.maximum(num_pieces, 1)), num_own_keys)
+        per_trip = -(-num_queries // np.maximum(num_pieces, 1))
+        plain, absorbed = form_costs(attention, per_trip, num_own_keys)
         heads_differ = self.dcp_size > self.pcp_size
-        attend = heads * (absorbed if heads_differ else np.minimum(up_projected, absorbed))
-        q_bytes = mla.token_dim * 4 if heads_differ else mla.qk_head_dim * self.q_itemsize
-        out_bytes = ((mla.kv_lora_rank if heads_differ else mla.v_head_dim) + 1) * RESULT_BYTES
-        per_piece = attend + num_own_keys * mla.token_dim * PER_KEY_ELEMENT + 2 * PER_COLLECTIVE
+        attend = heads * (absorbed if heads_differ else np.minimum(plain, absorbed))
+        q_dim, out_dim = attention.qk_head_dim, attention.v_head_dim
+        if heads_differ:
+            q_dim, out_dim = attention.absorbed_dims
+        # Absorbed queries are float32.
+        q_bytes = q_dim * (4 if heads_differ else self.q_itemsize)
+        out_bytes = (out_dim + 1) * RESULT_BYTES
+        per_piece = attend + num_own_keys * self.token_dim * PER_KEY_ELEMENT + 2 * PER_COLLECTIVE
         moved = own * size * heads * (q_bytes + out_bytes)
         return num_pieces * per_piece + moved * PER_QUERY_BYTE

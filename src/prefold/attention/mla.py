@@ -6,82 +6,30 @@ Absorbed: w_uk goes into the query and w_uv onto the result, and all heads share
 their one key and value (MQA). A key costs nothing, a pair costs 2 * kv_lora_rank + rope.
 
 Both are the same function (DeepSeek-V2, arXiv 2405.04434, section 2.1.3). Which is cheaper
-depends on how many queries share a key: `prefer_absorbed`.
+depends on how many queries share a key: `forms.prefer_absorbed`.
 """
 
 from __future__ import annotations
 
-from typing import TypeVar
-
-import numpy as np
 import torch
 
-from prefold.attention.backend import AttentionBackend
-from prefold.config import MLAConfig
+from prefold.attention.backend import AttentionBackend, LatentRows
 from prefold.kernels import native
 from prefold.workspace import Workspace
 
-Count = TypeVar("Count", int, np.ndarray)
 
-PREPARE_KEYS = 40
-"""Up-projecting in a layer begins with converting its weights to the compute dtype, which takes as long as
-up-projecting this many keys. Measured: 2 ms for 4.2 million bfloat16 weights on a core."""
+class AbsorbedForm:
+    """See attention.forms.KVForm. Queries and results change, in the dtype of the weights."""
 
-
-def form_costs(mla: MLAConfig, num_queries: Count, num_keys: Count) -> tuple[Count, Count]:
-    """Multiplications per head of (the up-projected form, the absorbed form), numbers or arrays.
-
-    Counts up-projecting every key (and preparing to) against absorbing every query, plus the pairs.
-    """
-    projection = mla.kv_lora_rank * (mla.qk_nope_head_dim + mla.v_head_dim)
-    pairs = num_queries * num_keys
-    up_projected = (num_keys + PREPARE_KEYS) * projection + pairs * (mla.qk_head_dim + mla.v_head_dim)
-    absorbed = num_queries * projection + pairs * (mla.token_dim + mla.kv_lora_rank)
-    return up_projected, absorbed
-
-
-def prefer_absorbed(mla: MLAConfig, num_queries: int, num_keys: int) -> bool:
-    """Whether the absorbed form needs fewer multiplications for one request and step.
-
-    >>> mla = MLAConfig(None, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
-    >>> prefer_absorbed(mla, 1, 4096), prefer_absorbed(mla, 4096, 4096)
-    (True, False)
-    """
-    up_projected, absorbed = form_costs(mla, num_queries, num_keys)
-    return absorbed < up_projected
-
-
-class KVProjection:
-    """The up-projection of one layer's latents, in both forms.
-
-    Args:
-        mla: dimensions.
-        w_uk: [num_heads, nope, kv_lora_rank] in the weights' dtype.
-        w_uv: [num_heads, v, kv_lora_rank].
-        dtype: compute dtype of the up-projection.
-        backend: gives the buffers that keys go to.
-    """
-
-    def __init__(
-        self,
-        mla: MLAConfig,
-        w_uk: torch.Tensor,
-        w_uv: torch.Tensor,
-        dtype: torch.dtype,
-        backend: AttentionBackend,
-        workspace: Workspace,
-    ) -> None:
-        self.mla = mla
-        self._w_uk = w_uk
-        self._w_uv = w_uv
-        self._dtype = dtype
+    def __init__(self, rows: LatentRows, backend: AttentionBackend) -> None:
+        self._mla, self._w_uk, self._w_uv = rows.mla, rows.w_uk, rows.w_uv
+        self.num_kv_heads = 1
+        self.q_dim, self.out_dim = rows.mla.absorbed_dims
         self._backend = backend
-        self._workspace = workspace
-        self._converted: dict[str, torch.Tensor] = {}
 
-    def absorb(self, q: torch.Tensor, out: torch.Tensor) -> None:
+    def queries(self, q: torch.Tensor, out: torch.Tensor) -> None:
         """Queries for the latent: [n, num_heads, qk_head_dim] -> out [n, num_heads, token_dim] float32."""
-        mla = self.mla
+        mla = self._mla
         if native.can_multiply(q, self._w_uk, out):
             q_nope, latent_q = q[..., : mla.qk_nope_head_dim], out[..., : mla.kv_lora_rank]
             native.combine(q_nope.transpose(0, 1), self._w_uk, latent_q.transpose(0, 1))
@@ -92,7 +40,7 @@ class KVProjection:
         out[..., : mla.kv_lora_rank].copy_(torch.bmm(q_nope, self._w_uk).transpose(0, 1))
         out[..., mla.kv_lora_rank :].copy_(q[..., mla.qk_nope_head_dim :])
 
-    def unabsorb(self, attended: torch.Tensor, out: torch.Tensor) -> None:
+    def results(self, attended: torch.Tensor, out: torch.Tensor) -> None:
         """Attended latents to values: [n, num_heads, kv_lora_rank] -> out [n, num_heads, v]."""
         if native.can_multiply(attended, self._w_uv, out):
             native.linear(attended.transpose(0, 1), self._w_uv, out.transpose(0, 1))
@@ -101,21 +49,44 @@ class KVProjection:
         values = torch.bmm(latent, self._w_uv.transpose(1, 2))
         out.copy_(values.transpose(0, 1))
 
-    def latent_keys_values(self, latent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def keys_values(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[n, token_dim] -> k, v for one KV head: the values are the head of the keys."""
-        k = self._backend.keys(1, *latent.shape)
-        k[0, :, : latent.shape[1]].copy_(latent)
-        return k, k[..., : self.mla.kv_lora_rank]
+        k = self._backend.keys(1, *rows.shape)
+        k[0, :, : rows.shape[1]].copy_(rows)
+        return k, k[..., : self._mla.kv_lora_rank]
 
-    def head_keys_values(self, latent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+
+class UpProjectedForm:
+    """See attention.forms.KVForm. Keys and values are projected, in the dtype given."""
+
+    def __init__(
+        self, rows: LatentRows, dtype: torch.dtype, backend: AttentionBackend, workspace: Workspace
+    ) -> None:
+        self._mla, self._w_uk, self._w_uv = rows.mla, rows.w_uk, rows.w_uv
+        self.num_kv_heads = rows.w_uk.shape[0]
+        self.q_dim, self.out_dim = rows.mla.qk_head_dim, rows.mla.v_head_dim
+        self._dtype = dtype
+        self._backend = backend
+        self._workspace = workspace
+        self._converted: dict[str, torch.Tensor] = {}
+
+    def queries(self, q: torch.Tensor, out: torch.Tensor) -> None:
+        """As they are."""
+        out.copy_(q)
+
+    def results(self, attended: torch.Tensor, out: torch.Tensor) -> None:
+        """As they are."""
+        out.copy_(attended)
+
+    def keys_values(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[n, token_dim] -> k, v [num_heads, n, v] for every head."""
-        mla, nope = self.mla, self.mla.qk_nope_head_dim
-        kv_c = latent[:, : mla.kv_lora_rank]
+        mla, nope = self._mla, self._mla.qk_nope_head_dim
+        kv_c = rows[:, : mla.kv_lora_rank]
         if kv_c.dtype != self._dtype:
             kv_c = self._workspace.get("mla.kv_c", kv_c.shape, self._dtype).copy_(kv_c)
-        k = self._backend.keys(self._w_uk.shape[0], latent.shape[0], mla.qk_head_dim)
+        k = self._backend.keys(self._w_uk.shape[0], rows.shape[0], mla.qk_head_dim)
         k[..., :nope].copy_(self._up_project(kv_c, self._w_uk, "mla.k_nope"))
-        k[..., nope : mla.qk_head_dim].copy_(latent[:, mla.kv_lora_rank :])
+        k[..., nope : mla.qk_head_dim].copy_(rows[:, mla.kv_lora_rank :])
         projected = self._up_project(kv_c, self._w_uv, "mla.v")
         return k, self._backend.values(*projected.shape).copy_(projected)
 

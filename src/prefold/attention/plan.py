@@ -10,7 +10,7 @@ import torch
 from prefold.attention.kv_tiles import KVTile
 from prefold.attention.shared_decode import SharedWork
 from prefold.attention.travel import TravelPiece
-from prefold.attention.walk import Run, Segment
+from prefold.attention.walk import Run, Segment, Window
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,7 +26,7 @@ class RequestWork:
         others: new tokens of other ranks, by position.
         first_new_row: row of position 0 among the step's new prefill tokens, if it had one: new token p
             is in row first_new_row + p.
-        absorbed: the form of attention.
+        absorbed: the form of attention, if the layer has two (attention.forms).
         travels: its queries visit other ranks besides.
     """
 
@@ -45,6 +45,12 @@ class RequestWork:
         start = self.runs[0].offset
         return slice(start, start + sum(run.end - run.start for run in self.runs))
 
+    def window(self, size: int | None) -> Window | None:
+        """How far its queries see in a layer with a window."""
+        if size is None:
+            return None
+        return Window(np.concatenate([np.arange(run.start, run.end) for run in self.runs]), size)
+
 
 @dataclass(frozen=True, eq=False)
 class Rows:
@@ -60,7 +66,7 @@ class StepPlan:
 
     Per layer, in this order, each only if it has anything to move:
 
-    1. all-gather of the new prefill tokens' latents, started, over pcp (`gather_tokens`)
+    1. all-gather of the new prefill tokens' rows of the cache, started, over pcp (`gather_tokens`)
     2. all-gather of the first piece's queries, started, over the travel group (`travel`)
     3. all-gather of the decode queries, started, over dcp_tp (`shared_decode`)
     4. an all-gather per tile of context over dcp (`kv_tiles`), after 2 has been released

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import torch
 
 from prefold.attention.backend import AttentionBackend, Queries
-from prefold.attention.mla import KVProjection
+from prefold.attention.forms import KVForms
 from prefold.attention.walk import Walk
 from prefold.workspace import Workspace
 
 
 class LayerQueries:
-    """Queries of several requests. Up-projected ones are attended as they are; absorbed ones have rows of
-    their own in latent buffers.
+    """Queries of several requests. In the plain form they are attended as they are; absorbed ones have rows
+    of their own in other buffers.
 
     Args:
         q: [num_tokens, num_heads, qk_head_dim].
@@ -26,40 +26,39 @@ class LayerQueries:
         self,
         q: torch.Tensor,
         requests: Sequence[tuple[slice, bool]],
-        projection: KVProjection,
+        forms: KVForms,
         scale: float,
         backend: AttentionBackend,
         workspace: Workspace,
         name: str,
     ) -> None:
-        mla = projection.mla
-        self._projection = projection
+        self._form = form = forms.absorbed
         self._backend = backend
+        chosen = [forms.choose(absorbed) for _, absorbed in requests]
+        is_changed = [one is not forms.plain for one in chosen]
         # Absorbed neighbours (decode tokens) share one projection.
-        self._absorbed = _neighbours_joined([tokens for tokens, absorbed in requests if absorbed])
+        self._absorbed = _neighbours_joined([tokens for (tokens, _), c in zip(requests, is_changed) if c])
         num_rows = sum(tokens.stop - tokens.start for tokens in self._absorbed)
         shape = (num_rows, q.shape[1])
-        latent_q = workspace.get(f"{name}.latent_q", (*shape, mla.token_dim), torch.float32)
-        self._latent_out = workspace.get(f"{name}.latent_out", (*shape, mla.kv_lora_rank), torch.float32)
+        absorbed_q = workspace.get(f"{name}.absorbed_q", (*shape, form.q_dim), torch.float32)
+        self._absorbed_out = workspace.get(f"{name}.absorbed_out", (*shape, form.out_dim), torch.float32)
         for tokens, rows in self._absorbed_rows():
-            projection.absorb(q[tokens], latent_q[rows])
+            form.queries(q[tokens], absorbed_q[rows])
 
         queries: list[Queries] = []
         self._rows: list[slice | None] = []
         start = 0
-        for tokens, absorbed in requests:
-            if absorbed:
+        for (tokens, _), one, changed in zip(requests, chosen, is_changed):
+            rows = None
+            if changed:
                 rows = slice(start, start + tokens.stop - tokens.start)
                 start = rows.stop
-                queries.append(Queries(latent_q[rows], 1, mla.kv_lora_rank))
-                self._rows.append(rows)
-            else:
-                queries.append(Queries(q[tokens], q.shape[1], mla.v_head_dim))
-                self._rows.append(None)
+            own = q[tokens] if rows is None else absorbed_q[rows]
+            queries.append(Queries(own, one.num_kv_heads, one.out_dim))
+            self._rows.append(rows)
         states = backend.start(queries, scale, name)
         self.walks = [
-            Walk(tokens, state, projection.latent_keys_values if absorbed else projection.head_keys_values)
-            for (tokens, absorbed), state in zip(requests, states)
+            Walk(tokens, state, one.keys_values) for (tokens, _), state, one in zip(requests, states, chosen)
         ]
 
     def lse(self, lse: torch.Tensor, requests: Sequence[int]) -> None:
@@ -70,12 +69,12 @@ class LayerQueries:
     def finish(self, out: torch.Tensor) -> None:
         """Write all results to out [num_tokens, num_heads, v_head_dim]."""
         for walk, rows in zip(self.walks, self._rows):
-            self._backend.finish(walk.state, out[walk.tokens] if rows is None else self._latent_out[rows])
+            self._backend.finish(walk.state, out[walk.tokens] if rows is None else self._absorbed_out[rows])
         for tokens, rows in self._absorbed_rows():
-            self._projection.unabsorb(self._latent_out[rows], out[tokens])
+            self._form.results(self._absorbed_out[rows], out[tokens])
 
     def _absorbed_rows(self) -> list[tuple[slice, slice]]:
-        """(tokens, rows of the latent buffers) of the absorbed requests, neighbours together."""
+        """(tokens, rows of the other buffers) of the absorbed requests, neighbours together."""
         pairs = []
         start = 0
         for tokens in self._absorbed:

@@ -3,11 +3,12 @@
 A token's result is spread twice: over the ranks that have other heads (dcp_tp), and over those that have
 the same heads (dcp_pcp). So it is joined in two steps, of which the layout makes one the identity:
 
-    latent queries, own heads --gather over dcp_tp--> all heads of the group
+    absorbed queries, own heads --gather over dcp_tp--> all heads of the group
       -> attention to the shard -> all-to-all over dcp_tp -> own heads, joined over dcp_tp
       -> up-projection, which commutes with the merge and makes rows short -> joined over dcp_pcp
 
-When D divides P there are no other heads: nothing but the last step communicates.
+When D divides P there are no other heads: nothing but the last step communicates. With grouped-query
+attention queries are gathered as they are: ranks of such a group that have other heads share their KV head.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from dataclasses import dataclass
 import torch
 
 from prefold.attention.backend import AttentionBackend, Queries
+from prefold.attention.forms import KVForm
 from prefold.attention.merge import join_over, packed, scatter_heads
-from prefold.attention.mla import KVProjection
 from prefold.attention.walk import CacheReader, Segment, Walk, Walker
 from prefold.distributed.group import Gather, Group
 from prefold.workspace import Workspace
@@ -46,6 +47,7 @@ class SharedDecode:
     Args:
         works: the decode requests of this unit, equal on all ranks of the DCP group but for `segments`.
         dcp_tp, dcp_pcp: the parts of the DCP group.
+        form: the absorbed one.
     """
 
     def __init__(
@@ -53,7 +55,7 @@ class SharedDecode:
         works: Sequence[SharedWork],
         dcp_tp: Group,
         dcp_pcp: Group,
-        projection: KVProjection,
+        form: KVForm,
         scale: float,
         reader: CacheReader,
         walker: Walker,
@@ -63,7 +65,7 @@ class SharedDecode:
         self._works = works
         self._dcp_tp = dcp_tp
         self._dcp_pcp = dcp_pcp
-        self._projection = projection
+        self._form = form
         self._scale = scale
         self._reader = reader
         self._walker = walker
@@ -73,36 +75,35 @@ class SharedDecode:
 
     def send(self, q: torch.Tensor) -> None:
         """Absorb the queries [num_decode_tokens, num_heads, qk_head_dim] and start to gather them."""
-        shape = (*q.shape[:2], self._projection.mla.token_dim)
-        latent_q = self._workspace.get("decode.latent_q", shape, torch.float32)
-        self._projection.absorb(q, latent_q)
-        self._gather = self._dcp_tp.start_all_gather(latent_q)
+        own = self._workspace.get("decode.own_q", (*q.shape[:2], self._form.q_dim), torch.float32)
+        self._form.queries(q, own)
+        self._gather = self._dcp_tp.start_all_gather(own)
 
     def attend(self, out: torch.Tensor) -> None:
         """Write the whole results to out [num_decode_tokens, num_heads, v_head_dim], of any float dtype."""
         assert self._gather is not None
         num_tokens, num_heads, _ = out.shape
-        mla, workspace = self._projection.mla, self._workspace
+        form, workspace = self._form, self._workspace
         shape = (num_tokens, self._dcp_tp.size * num_heads)
-        q = workspace.get("decode.all_q", (*shape, mla.token_dim), torch.float32)
+        q = workspace.get("decode.all_q", (*shape, form.q_dim), torch.float32)
         for place, part in enumerate(self._gather.wait()):
             q[:, place * num_heads : (place + 1) * num_heads].copy_(part)
         self._gather.release()
 
-        rank = mla.kv_lora_rank
-        partial, partial_out, partial_lse = packed(workspace, "decode.partial", *shape, rank)
+        partial, partial_out, partial_lse = packed(workspace, "decode.partial", *shape, form.out_dim)
         self._attend_shard(q, partial_out, partial_lse)
-        latent = workspace.get("decode.latent_out", (num_tokens, num_heads, rank), torch.float32)
+        own = workspace.get("decode.own_out", (num_tokens, num_heads, form.out_dim), torch.float32)
         lse = workspace.get("decode.lse", (num_tokens, num_heads), torch.float32)
-        scatter_heads(self._dcp_tp, partial, latent, lse, workspace)
-        self._projection.unabsorb(latent, out)
+        scatter_heads(self._dcp_tp, partial, own, lse, workspace)
+        form.results(own, out)
         join_over(self._dcp_pcp, out, lse, workspace)
 
     def _attend_shard(self, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
-        backend, rank = self._backend, self._projection.mla.kv_lora_rank
-        states = backend.start([Queries(q[w.tokens], 1, rank) for w in self._works], self._scale, "decode")
+        backend, form = self._backend, self._form
+        queries = [Queries(q[w.tokens], form.num_kv_heads, form.out_dim) for w in self._works]
+        states = backend.start(queries, self._scale, "decode")
         for work, state in zip(self._works, states):
-            walk = Walk(work.tokens, state, self._projection.latent_keys_values)
+            walk = Walk(work.tokens, state, form.keys_values)
             self._walker.run(walk, work.segments, self._reader.request(work.block_ids))
             lse[work.tokens].copy_(backend.lse(state))
             backend.finish(state, out[work.tokens])

@@ -92,7 +92,13 @@ class TorchBackend:
         return self._workspace.get("attention.values", (num_kv_heads, num_keys, v_dim), torch.float32)
 
     def attend_(
-        self, state: SoftmaxState, tokens: slice, k: torch.Tensor, v: torch.Tensor, causal: bool
+        self,
+        state: SoftmaxState,
+        tokens: slice,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        causal: bool,
+        unseen: torch.Tensor | None = None,
     ) -> None:
         """See AttentionBackend.attend_."""
         num_keys = k.shape[1]
@@ -104,9 +110,12 @@ class TorchBackend:
                 torch.float32,
             )
             torch.bmm(state.q[heads, rows], k[heads, keys].transpose(1, 2), out=scores)
+            group = state.rows_per_token
             if causal:
-                group = state.rows_per_token
                 self._mask_future(scores, rows.start // group - tokens.start, group, keys)
+            if unseen is not None:
+                own = slice(rows.start // group - tokens.start, rows.stop // group - tokens.start)
+                _mask_past(scores, unseen[own], group, keys)
             self._keep_reference(state, heads, rows, scores)
             scores.exp_()
             state.denominator[heads, rows].add_(scores.sum(-1))
@@ -185,6 +194,13 @@ class TorchBackend:
         flat = self._workspace.get(name, (sum(sizes),), torch.float32)
         parts = torch.split(flat, sizes)
         return [part.view(shape) for part, shape in zip(parts, shapes)]
+
+
+def _mask_past(scores: torch.Tensor, unseen: torch.Tensor, group: int, keys: slice) -> None:
+    """Rows are those of as many tokens as `unseen` has, of which each does not see its first keys."""
+    numbers = torch.arange(keys.start, keys.stop, device=scores.device)
+    mask = numbers < unseen.to(scores.device)[:, None]
+    scores.view(len(scores), len(unseen), group, -1).masked_fill_(mask.unsqueeze(1), -math.inf)
 
 
 def _aligned(elements: int) -> int:

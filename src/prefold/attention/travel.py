@@ -7,8 +7,8 @@ queries' owners, who merge them. What part is a rank's own is all that tells the
 replicated cache its slice, with a sharded one its shard.
 
 Queries travel as they are and come back as values, if all ranks of the group have the same heads: each
-rank chooses the form of attention itself. Where heads differ they travel absorbed and come back as
-latents, because a rank has no up-projection of other heads.
+rank chooses the form of attention itself. Where heads differ they travel in the absorbed form and come back
+so, because a rank has no up-projection of other heads.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from dataclasses import dataclass
 import torch
 
 from prefold.attention.backend import AttentionBackend, Queries
+from prefold.attention.forms import KVForms, prefer_absorbed
 from prefold.attention.lse import merge_
 from prefold.attention.merge import merge_packed, packed
-from prefold.attention.mla import KVProjection, prefer_absorbed
 from prefold.attention.queries import LayerQueries
 from prefold.attention.walk import CacheReader, Segment, Walk, Walker
+from prefold.config import GQAConfig, MLAConfig
 from prefold.distributed.group import Exchange, Gather, Group
 from prefold.workspace import Workspace
 
@@ -70,12 +71,13 @@ class TravelTools:
 
     Attributes:
         group: among whose ranks queries travel.
-        absorbed: they travel in latent form.
+        absorbed: they travel in that form.
     """
 
     group: Group
     absorbed: bool
-    projection: KVProjection
+    forms: KVForms
+    attention: MLAConfig | GQAConfig
     scale: float
     reader: CacheReader
     walker: Walker
@@ -93,10 +95,10 @@ class Trip:
         self._piece = piece
         self._tools = tools
         self._q = q
-        mla = tools.projection.mla
         self._num_heads = q.shape[1]
-        self._q_dim = mla.token_dim if tools.absorbed else mla.qk_head_dim
-        self._out_dim = mla.kv_lora_rank if tools.absorbed else mla.v_head_dim
+        self._form = tools.forms.choose(tools.absorbed)
+        self._is_plain = self._form is tools.forms.plain
+        self._q_dim, self._out_dim = self._form.q_dim, self._form.out_dim
         self._there: Gather | None = None
         self._back: Exchange | None = None
         self._results = torch.empty(0)
@@ -104,15 +106,15 @@ class Trip:
     def send(self) -> None:
         """Start to gather the queries."""
         tools, piece = self._tools, self._piece
-        dtype = torch.float32 if tools.absorbed else self._q.dtype
+        dtype = self._q.dtype if self._is_plain else torch.float32
         shape = (max(piece.counts), self._num_heads, self._q_dim)
         sent = tools.workspace.get("travel.sent", shape, dtype)
         own = sent[: len(piece.own_tokens)]
-        if tools.absorbed:
-            q = tools.workspace.get("travel.own_q", (len(own), *self._q.shape[1:]), self._q.dtype)
-            tools.projection.absorb(torch.index_select(self._q, 0, piece.own_tokens, out=q), own)
-        else:
+        if self._is_plain:
             torch.index_select(self._q, 0, piece.own_tokens, out=own)
+        else:
+            q = tools.workspace.get("travel.own_q", (len(own), *self._q.shape[1:]), self._q.dtype)
+            self._form.queries(torch.index_select(self._q, 0, piece.own_tokens, out=q), own)
         self._there = tools.group.start_all_gather(sent)
 
     def attend(self) -> None:
@@ -127,30 +129,27 @@ class Trip:
         self._there.release()
         shape = (piece.num_queries, self._num_heads, self._out_dim)
         self._results, out, lse = packed(tools.workspace, "travel.results", *shape)
-        if tools.absorbed:
-            self._attend_latents(q, out, lse)
+        if self._is_plain:
+            self._attend_plain(q, out, lse)
         else:
-            self._attend_heads(q, out, lse)
+            self._attend_absorbed(q, out, lse)
 
-    def _attend_heads(self, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+    def _attend_plain(self, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
         tools, visits = self._tools, self._piece.visits
-        mla = tools.projection.mla
         sizes = [(v.queries.stop - v.queries.start, v.end - v.start) for v in visits]
-        requests = [(v.queries, prefer_absorbed(mla, *size)) for v, size in zip(visits, sizes)]
+        requests = [(v.queries, prefer_absorbed(tools.attention, *size)) for v, size in zip(visits, sizes)]
         queries = LayerQueries(
-            q, requests, tools.projection, tools.scale, tools.backend, tools.workspace, "travel"
+            q, requests, tools.forms, tools.scale, tools.backend, tools.workspace, "travel"
         )
         self._walk(queries.walks)
         queries.lse(lse, range(len(visits)))
         queries.finish(out)
 
-    def _attend_latents(self, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
-        tools, visits = self._tools, self._piece.visits
-        rank = tools.projection.mla.kv_lora_rank
-        states = tools.backend.start([Queries(q[v.queries], 1, rank) for v in visits], tools.scale, "travel")
-        self._walk(
-            [Walk(v.queries, state, tools.projection.latent_keys_values) for v, state in zip(visits, states)]
-        )
+    def _attend_absorbed(self, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+        tools, visits, form = self._tools, self._piece.visits, self._form
+        queries = [Queries(q[v.queries], form.num_kv_heads, form.out_dim) for v in visits]
+        states = tools.backend.start(queries, tools.scale, "travel")
+        self._walk([Walk(v.queries, state, form.keys_values) for v, state in zip(visits, states)])
         for visit, state in zip(visits, states):
             lse[visit.queries].copy_(tools.backend.lse(state))
             tools.backend.finish(state, out[visit.queries])
@@ -189,9 +188,9 @@ class Trip:
         parts = [part.view(*shape[:2], self._out_dim + 1) for part in self._back.wait()]
         merge_packed(parts, context, context_lse)
         self._back.release()
-        if tools.absorbed:
+        if not self._is_plain:
             values = tools.workspace.get("travel.values", (len(own), *out.shape[1:]), torch.float32)
-            tools.projection.unabsorb(context, values)
+            self._form.results(context, values)
             context = values
         rows = tools.workspace.get("travel.own_out", context.shape, out.dtype)
         torch.index_select(out, 0, own, out=rows)

@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 
 from prefold.attention.backend import AttentionBackend
 from prefold.workspace import Workspace
 
 Latents = Callable[[int, int], torch.Tensor]
-"""Where keys come from: latents of keys [start, end) of a request, [end - start, token_dim]."""
+"""Where keys come from: rows of the cache of keys [start, end) of a request, [end - start, token_dim]."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,40 @@ class CacheReader:
         return read
 
 
+@dataclass(frozen=True, eq=False)
+class Window:
+    """How far the queries of a walk see: query i sees keys (positions[i] - size, positions[i]].
+
+    For keys that are numbered by position.
+
+    >>> window = Window(np.array([4, 5, 9]), size=3)
+    >>> window.first_key(query=0), window.first_key(query=2)
+    (2, 7)
+    >>> window.end_of_queries(last_key=3)
+    2
+    >>> window.unseen(slice(0, 2), 1, 4)
+    tensor([1, 2])
+    """
+
+    positions: np.ndarray
+    size: int
+
+    def first_key(self, query: int) -> int:
+        """The first key that `query`, and with it any later one, sees."""
+        return max(0, int(self.positions[query]) - self.size + 1)
+
+    def end_of_queries(self, last_key: int) -> int:
+        """Queries from here on do not see `last_key`, nor any before it."""
+        return int(np.searchsorted(self.positions, last_key + self.size))
+
+    def unseen(self, queries: slice, start: int, end: int) -> torch.Tensor | None:
+        """For each of `queries` how many keys of [start, end), the first ones, it does not see.
+
+        None if all see all."""
+        counts = np.clip(self.positions[queries] - self.size + 1 - start, 0, end - start)
+        return torch.from_numpy(counts) if counts.any() else None
+
+
 @dataclass(frozen=True)
 class Walk:
     """A request's queries of one layer on their way over the keys.
@@ -125,7 +160,7 @@ class Walk:
     Attributes:
         tokens: of the batch that the queries are part of.
         state: the backend's running softmax of the queries.
-        keys_values: turns latents [n, token_dim] into the keys and values that they attend to.
+        keys_values: turns rows of the cache [n, token_dim] into the keys and values that they attend to.
     """
 
     tokens: slice
@@ -148,19 +183,41 @@ class Walker:
         self._backend = backend
         self._tile_tokens = tile_tokens
 
-    def run(self, walk: Walk, segments: Sequence[Segment], latents: Latents) -> None:
+    def run(
+        self, walk: Walk, segments: Sequence[Segment], latents: Latents, window: Window | None = None
+    ) -> None:
         """Merge the attention over `segments` into the walk's state."""
         for segment in segments:
-            for start in range(segment.start, segment.end, self._tile_tokens):
+            first = (
+                segment.start if window is None else max(segment.start, window.first_key(segment.first_query))
+            )
+            for start in range(first, segment.end, self._tile_tokens):
                 end = min(start + self._tile_tokens, segment.end)
-                self._attend_tile(walk, segment, start, end, latents(start, end))
+                self._attend_tile(walk, segment, start, end, latents(start, end), window)
 
-    def _attend_tile(self, walk: Walk, segment: Segment, start: int, end: int, latents: torch.Tensor) -> None:
+    def _attend_tile(
+        self, walk: Walk, segment: Segment, start: int, end: int, latents: torch.Tensor, window: Window | None
+    ) -> None:
         k, v = walk.keys_values(latents)
-        first = segment.first_query
+        first, stop = segment.first_query, walk.num_queries
         if segment.causal:
             first += start - segment.start
             diagonal = slice(first, first + end - start)
-            self._backend.attend_(walk.state, diagonal, k, v, causal=True)
+            self._attend(walk, diagonal, start, k, v, True, window)
             first = diagonal.stop
-        self._backend.attend_(walk.state, slice(first, walk.num_queries), k, v, causal=False)
+        if window is not None:
+            stop = max(first, window.end_of_queries(end - 1))
+        self._attend(walk, slice(first, stop), start, k, v, False, window)
+
+    def _attend(
+        self,
+        walk: Walk,
+        queries: slice,
+        start: int,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        causal: bool,
+        window: Window | None,
+    ) -> None:
+        unseen = None if window is None else window.unseen(queries, start, start + k.shape[1])
+        self._backend.attend_(walk.state, queries, k, v, causal, unseen)

@@ -26,19 +26,30 @@ SIZES = (
 
 
 def kv_head_repetition(model: ModelConfig, tp: int) -> int:
-    """TP ranks that hold the same KV head. The latent of MLA is one head for all: every TP rank has it."""
-    return tp
+    """TP ranks that hold the same KV: all with latent attention, else those that share a KV head."""
+    return model.attention.kv_head_repetition(tp)
 
 
 def legal_tensor_parallel_sizes(model: ModelConfig, expert_parallel: bool = False) -> list[int]:
-    """TP sizes that divide everything that TP splits, ascending."""
+    """TP sizes that divide everything that TP splits, and divide the KV heads or are a multiple of their
+    number, ascending."""
     sizes = _split_sizes(model, expert_parallel).values()
-    return [tp for tp in range(1, model.num_heads + 1) if all(size % tp == 0 for size in sizes)]
+    candidates = range(1, model.num_heads + 1)
+    return [tp for tp in candidates if all(size % tp == 0 for size in sizes) and _fits_kv_heads(model, tp)]
+
+
+def _fits_kv_heads(model: ModelConfig, tp: int) -> bool:
+    if model.gqa is None:
+        return True
+    num_kv_heads = model.gqa.num_kv_heads
+    return num_kv_heads % tp == 0 or tp % num_kv_heads == 0
 
 
 def legal_dcp_sizes(model: ModelConfig, pcp: int, tp: int) -> list[int]:
     """DCP sizes on a PCP x TP plane, ascending: divisors of PCP, and PCP times a divisor of the number of
-    TP ranks that would otherwise hold the same KV."""
+    TP ranks that would otherwise hold the same KV. 1 with sliding windows: see `check_layout`."""
+    if model.attention.has_windows:
+        return [1]
     repetition = kv_head_repetition(model, tp)
     return [dcp for dcp in range(1, pcp * repetition + 1) if divides_plane(dcp, pcp, repetition)]
 
@@ -59,6 +70,7 @@ def check_layout(model: ModelConfig, parallel: ParallelConfig, block_size: int) 
         )
     _check_tp(model, parallel)
     check_stages(model, parallel.pipeline_parallel_size)
+    _check_windows(model, parallel)
     _check_dcp(model, parallel)
     interleave, nodes = parallel.cp_kv_cache_interleave_size, parallel.nnodes
     if block_size % interleave:
@@ -123,6 +135,12 @@ def _check_tp(model: ModelConfig, parallel: ParallelConfig) -> None:
         if not ep and _has_experts(model) and tp in legal_tensor_parallel_sizes(model, True):
             message += f". With enable_expert_parallel, which keeps experts whole, {tp} is legal too"
         raise ValueError(message)
+    if model.gqa is not None and not _fits_kv_heads(model, tp):
+        legal = ", ".join(map(str, legal_tensor_parallel_sizes(model, ep)))
+        raise ValueError(
+            f"num_key_value_heads={model.gqa.num_kv_heads} is neither divisible by "
+            f"tensor_parallel_size={tp} nor a divisor of it; sizes that are legal for this model: {legal}"
+        )
 
 
 def _check_dcp(model: ModelConfig, parallel: ParallelConfig) -> None:
@@ -138,13 +156,24 @@ def _check_dcp(model: ModelConfig, parallel: ParallelConfig) -> None:
         )
 
 
+def _check_windows(model: ModelConfig, parallel: ParallelConfig) -> None:
+    """A rank's shard of a sequence is numbered by place, and a window counts positions."""
+    dcp = parallel.decode_context_parallel_size
+    if dcp > 1 and model.attention.has_windows:
+        raise ValueError(
+            f"decode_context_parallel_size={dcp}: this model has layers with a sliding window, whose KV "
+            "cannot be spread over ranks; legal: 1"
+        )
+
+
 def fullest_kv_spec(model: ModelConfig, parallel: ParallelConfig, block_size: int) -> KVSpec:
     """KV cache of a rank of the stage with the most layers: all ranks have as many blocks as that one."""
-    return _kv_spec(model, split_layers(model, parallel.pipeline_parallel_size), block_size)
+    stages = split_layers(model, parallel.pipeline_parallel_size)
+    return _kv_spec(model, stages, parallel.tensor_parallel_size, block_size)
 
 
-def _kv_spec(model: ModelConfig, stages: list[range], block_size: int) -> KVSpec:
-    return KVSpec(max(map(len, stages)), model.mla.token_dim, DTYPES[model.dtype], block_size)
+def _kv_spec(model: ModelConfig, stages: list[range], tp: int, block_size: int) -> KVSpec:
+    return KVSpec(max(map(len, stages)), model.attention.cache_dim(tp), DTYPES[model.dtype], block_size)
 
 
 @dataclass(frozen=True)
@@ -154,7 +183,7 @@ class Layout:
     Attributes:
         parallel: the sizes.
         kv_shards: ranks over which the KV of a sequence is spread (D).
-        kv_copies: ranks of a stage that hold the same token's KV (PCP x TP / D).
+        kv_copies: ranks of a stage that hold the same token's KV: PCP / D times the TP ranks that share KV.
         experts_per_rank: fewest and most routed experts of a layer on a rank; (0, 0) without any.
         expert_width: intermediate size of a rank's part of an expert.
         heads_per_rank: attention heads of a rank.
@@ -216,11 +245,11 @@ def describe_layout(model: ModelConfig, parallel: ParallelConfig) -> Layout:
     width = moe.intermediate_size // (1 if ep else tp) if moe is not None and num_experts else 0
     stages = split_layers(model, parallel.pipeline_parallel_size)
     dcp = parallel.decode_context_parallel_size
-    kv = _kv_spec(model, stages, block_size=1)
+    kv = _kv_spec(model, stages, tp, block_size=1)
     return Layout(
         parallel=parallel,
         kv_shards=dcp,
-        kv_copies=parallel.plane_size // dcp,
+        kv_copies=parallel.prefill_context_parallel_size * kv_head_repetition(model, tp) // dcp,
         experts_per_rank=experts,
         expert_width=width,
         heads_per_rank=model.num_heads // tp,
@@ -242,6 +271,7 @@ def _stage_parameters(model: ModelConfig, stage: range, tp: int, experts: float)
     for layer in stage:
         weights = layer_parameters(model, layer)
         total += weights.whole + weights.split // tp + int(weights.expert * experts)
+        total += weights.kv * model.attention.kv_head_repetition(tp) // tp
     return total
 
 

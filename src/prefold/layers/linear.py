@@ -30,6 +30,8 @@ A few rows are bound by reading the weight, which a conversion would read, write
 Measured on a CPU: bfloat16 wins below about 40 rows, converting wins above.
 """
 
+DELTA = "layer.delta"
+"""Role of what attention and MLP add to the residual stream: each is added before the other is computed."""
 
 MLP_TILE = 1024
 """Rows that an MLP computes at a time: its intermediate values are many times wider than its input."""
@@ -103,13 +105,27 @@ class ColumnParallelLinear(nn.Module):
 
     `out_features` lists projections of the same input; a rank's result holds its share of each,
     side by side (gate | up).
+
+    Args:
+        shares: into how many different shares each projection is cut, default TP. With fewer, which must
+            divide TP, neighbours hold the same one.
     """
 
-    def __init__(self, in_features: int, out_features: list[int], bias: bool, role: str, env: Env) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        out_features: list[int],
+        bias: bool,
+        role: str,
+        env: Env,
+        shares: list[int] | None = None,
+    ) -> None:
         super().__init__()
-        assert all(width % env.tp.size == 0 for width in out_features)
+        self.shares = shares or [env.tp.size] * len(out_features)
+        sizes = list(zip(out_features, self.shares, strict=True))
+        assert all(width % share == 0 and env.tp.size % share == 0 for width, share in sizes), sizes
         self.role, self.env = role, env
-        self.widths = [width // env.tp.size for width in out_features]
+        self.widths = [width // share for width, share in sizes]
         total = sum(self.widths)
         self.weight = parameter(total, in_features, dtype=env.weight_dtype, device=env.device)
         self.bias = parameter(total, dtype=env.compute_dtype, device=env.device) if bias else None
@@ -121,11 +137,12 @@ class ColumnParallelLinear(nn.Module):
     def weights(self, *prefixes: str) -> Iterator[Weight]:
         tp = self.env.tp
         start = 0
-        for prefix, width in zip(prefixes, self.widths, strict=True):
+        for prefix, width, shares in zip(prefixes, self.widths, self.shares, strict=True):
             rows = slice(start, start + width)
-            yield shard(f"{prefix}.weight", self.weight[rows], 0, tp.rank, tp.size)
+            own = tp.rank * shares // tp.size
+            yield shard(f"{prefix}.weight", self.weight[rows], 0, own, shares)
             if self.bias is not None:
-                yield shard(f"{prefix}.bias", self.bias[rows], 0, tp.rank, tp.size)
+                yield shard(f"{prefix}.bias", self.bias[rows], 0, own, shares)
             start += width
 
 

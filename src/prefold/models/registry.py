@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from prefold.config import ModelConfig, RuntimeConfig
 from prefold.hf_config import SUPPORTED_ARCHITECTURES
-from prefold.models.deepseek import DeepseekModel
+from prefold.models.decoder import Decoder
 
 if TYPE_CHECKING:
     from prefold.distributed.group import Group
@@ -24,7 +24,7 @@ def build_model(
     max_model_len: int | None = None,
     layers: range | None = None,
     experts: ExpertParallel | None = None,
-) -> DeepseekModel:
+) -> Decoder:
     """This rank's part of a model, weights uninitialised (see `loader.load_weights`).
 
     `layers` are those of this rank's pipeline stage, by their numbers in the checkpoint (default: all).
@@ -40,4 +40,4 @@ def build_model(
     if layers is None:
         layers = range(model.num_layers)
     max_model_len = max_model_len or model.max_position_embeddings
-    return DeepseekModel(model, tp_group, workspace, runtime, max_model_len, layers, experts)
+    return Decoder(model, tp_group, workspace, runtime, max_model_len, layers, experts)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from prefold.testing.checkpoints import (
         make_benchmark_checkpoint,
         make_checkpoint,
+        make_gqa_benchmark_checkpoint,
         make_long_prompt_checkpoint,
     )
     from prefold.testing.dense import DenseContext
@@ -23,6 +24,7 @@ __all__ = [
     "dequantized_checkpoint",
     "make_benchmark_checkpoint",
     "make_checkpoint",
+    "make_gqa_benchmark_checkpoint",
     "make_long_prompt_checkpoint",
     "quantize_checkpoint",
     "run_mesh_threads",
@@ -35,6 +37,7 @@ _HOME = {
     "dequantized_checkpoint": "prefold.testing.quantized",
     "make_benchmark_checkpoint": "prefold.testing.checkpoints",
     "make_checkpoint": "prefold.testing.checkpoints",
+    "make_gqa_benchmark_checkpoint": "prefold.testing.checkpoints",
     "make_long_prompt_checkpoint": "prefold.testing.checkpoints",
     "quantize_checkpoint": "prefold.testing.quantized",
     "run_mesh_threads": "prefold.testing.threads",

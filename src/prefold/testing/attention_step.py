@@ -13,6 +13,7 @@ from typing import cast
 import numpy as np
 import torch
 
+from prefold.attention.backend import LatentRows
 from prefold.attention.context_parallel import ContextParallelAttention
 from prefold.attention.context_ways import ContextWays
 from prefold.attention.plan import StepPlan
@@ -86,6 +87,7 @@ class Layout:
         return ContextWays(
             self.mla,
             HEADS_PER_RANK,
+            self.mla.token_dim,
             self.pcp,
             self.dcp,
             tile_tokens=self.tile,
@@ -234,7 +236,9 @@ def run_rank(groups: dict[str, ThreadGroup], step: Step, wanted: np.ndarray) -> 
         q = torch.cat([q[layer] for q in step.q])[tokens][:, heads].contiguous()
         kv = torch.cat([kv[layer, r.num_computed :] for kv, r in zip(step.kv, step.requests)])[tokens]
         before = pcp.num_gathers
-        outs.append(attention.attend(layer, q, kv, step.w_uk[heads], step.w_uv[heads]).clone())
+        outs.append(
+            attention.attend(layer, q, kv, LatentRows(layout.mla, step.w_uk[heads], step.w_uv[heads])).clone()
+        )
         gathers.append(pcp.num_gathers - before)
     before = pcp.num_gathers
     restored = manager.exchange(batch, parts, local.plan, step.hidden[tokens], wanted).clone()

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from prefold.hf_config import SUPPORTED_ARCHITECTURES
+from prefold.hf_config import GQA_ARCHITECTURES, SUPPORTED_ARCHITECTURES
 
 BOS, EOS, UNK = "<s>", "</s>", "<unk>"
 
@@ -20,13 +20,21 @@ CHAT_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 )
 
-TINY: dict[str, Any] = {
+_TINY_DECODER: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 64,
     "intermediate_size": 96,
     "moe_intermediate_size": 32,
     "num_hidden_layers": 3,
     "num_attention_heads": 8,
+    "max_position_embeddings": 4096,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "tie_word_embeddings": False,
+}
+
+TINY: dict[str, Any] = _TINY_DECODER | {
     "num_key_value_heads": 8,
     "q_lora_rank": 48,
     "kv_lora_rank": 32,
@@ -37,13 +45,11 @@ TINY: dict[str, Any] = {
     "num_experts_per_tok": 3,
     "n_shared_experts": 1,
     "routed_scaling_factor": 1.5,
-    "max_position_embeddings": 4096,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "tie_word_embeddings": False,
 }
 """Configuration of a tiny checkpoint: legal for TP 1, 2, 4 and 8, values narrower than keys."""
+
+TINY_GQA: dict[str, Any] = _TINY_DECODER | {"num_key_value_heads": 2, "head_dim": 12}
+"""The same with grouped-query attention: 4 query heads per KV head, more TP than KV heads from 4 on."""
 
 _GROUPED = {"n_group": 4, "topk_group": 2}
 
@@ -64,6 +70,17 @@ _TINY_OF: dict[str, dict[str, Any]] = {
         **_GROUPED,
     },
     "Glm4MoeLiteForCausalLM": {"topk_method": "noaux_tc", "n_group": 1, "topk_group": 1},
+    "LlamaForCausalLM": {},
+    "MistralForCausalLM": {"sliding_window": None},
+    "Qwen2ForCausalLM": {},
+    "Qwen3ForCausalLM": {},
+    "Qwen3MoeForCausalLM": {
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [0],
+    },
+    "SmolLM3ForCausalLM": {"no_rope_layer_interval": 2, "pad_token_id": None},
 }
 
 BENCHMARK: dict[str, Any] = {
@@ -86,6 +103,19 @@ BENCHMARK: dict[str, Any] = {
     "max_position_embeddings": 131072,
 }
 """DeepSeek-V3 form, 170 million parameters, of which 63 in embedding and head."""
+
+GQA_BENCHMARK: dict[str, Any] = {
+    "vocab_size": 30720,
+    "hidden_size": 1024,
+    "intermediate_size": 1920,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": True,
+}
+"""Qwen3 form, 100 million parameters, of which 31 in the embedding, which is also the head."""
 
 LONG_PROMPTS: dict[str, Any] = {
     "vocab_size": 1024,
@@ -120,7 +150,7 @@ def make_checkpoint(
 ) -> Path:
     """Write a tiny random checkpoint (config, sharded safetensors, tokenizer) and return its folder.
 
-    `config_overrides` are keys of config.json, over `TINY`. Equal arguments give equal files.
+    `config_overrides` are keys of config.json, over `TINY` or `TINY_GQA`. Equal arguments give equal files.
     ValueError for an architecture that is not supported.
     """
     if architecture not in SUPPORTED_ARCHITECTURES:
@@ -133,7 +163,8 @@ def make_checkpoint(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     model_class = getattr(transformers, architecture)
-    config = model_class.config_class(**(TINY | _TINY_OF[architecture] | config_overrides))
+    tiny = TINY_GQA if architecture in GQA_ARCHITECTURES else TINY
+    config = model_class.config_class(**(tiny | _TINY_OF[architecture] | config_overrides))
     # Without storage at first: the classes' own initialisation would take longer than ours.
     with torch.device("meta"):
         model = model_class(config)
@@ -155,6 +186,14 @@ def make_benchmark_checkpoint(folder: str | Path, dtype: str = "bfloat16", **con
     """The model that speed is measured with: DeepSeek-V3 form, see `BENCHMARK`."""
     overrides = BENCHMARK | config_overrides
     return make_checkpoint("DeepseekV3ForCausalLM", folder, dtype, max_shard_size="100MB", **overrides)
+
+
+def make_gqa_benchmark_checkpoint(
+    folder: str | Path, dtype: str = "bfloat16", **config_overrides: Any
+) -> Path:
+    """The same for grouped-query attention: Qwen3 form, see `GQA_BENCHMARK`."""
+    overrides = GQA_BENCHMARK | config_overrides
+    return make_checkpoint("Qwen3ForCausalLM", folder, dtype, max_shard_size="100MB", **overrides)
 
 
 def make_long_prompt_checkpoint(folder: str | Path, dtype: str = "float32", **config_overrides: Any) -> Path:

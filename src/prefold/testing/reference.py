@@ -61,7 +61,7 @@ class Reference:
                 logging.enable_progress_bar()
         self._margins: list[torch.Tensor] = []
         for module in self.model.modules():
-            if type(module).__name__.endswith("TopkRouter"):
+            if type(module).__name__.lower().endswith("topkrouter"):
                 module.register_forward_hook(self._note_margins)
 
     @torch.inference_mode()
@@ -96,11 +96,12 @@ class Reference:
 
     def _note_margins(self, router, _inputs, output) -> None:
         """Per token, the smaller lead of the last expert chosen, or the last group, over the next."""
-        softmax = hasattr(router, "topk_method")
+        # DeepSeek-V2 has groups and Qwen none; the others score by sigmoid and have a bias.
+        softmax = not hasattr(router, "e_score_correction_bias")
         scores = output[0].softmax(-1) if softmax else output[0].sigmoid()
         scores = scores + getattr(router, "e_score_correction_bias", 0.0)
         margins = torch.full(scores.shape[:1], 1.0)
-        if (router.num_group or 1) > 1:
+        if (getattr(router, "num_group", None) or 1) > 1:
             grouped = scores.unflatten(-1, (router.num_group, -1))
             best = grouped.topk(1 if softmax else 2, dim=-1).values.sum(-1)
             margins = torch.minimum(margins, _lead(best, router.topk_group))

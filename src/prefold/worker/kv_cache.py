@@ -14,7 +14,7 @@ def allocate_kv_cache(
     device: torch.device,
     poison: bool,
 ) -> torch.Tensor:
-    """[num_layers, num_blocks, block_size, token_dim], `kv_c | k_pe` per token.
+    """[num_layers, num_blocks, block_size, token_dim]: a token's `kv_c | k_pe`, or `keys | values`.
 
     Not initialised: whatever attention reads was written before, which `poison` (NaN everywhere)
     makes visible if it ever fails to hold.

@@ -56,7 +56,7 @@ class ModelRunner:
             len(layers),
             cache.num_blocks,
             cache.block_size,
-            model.mla.token_dim,
+            model.attention.cache_dim(groups["tp"].size),
             getattr(torch, model.dtype),
             device,
             runtime.debug_poison,
@@ -68,7 +68,7 @@ class ModelRunner:
             parallel.cp_kv_cache_interleave_size,
         )
         self._attention = ContextParallelAttention(
-            model.mla,
+            model.attention,
             model.softmax_scale,
             self.kv_cache,
             groups,

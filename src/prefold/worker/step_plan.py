@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from prefold.attention.context_ways import KV, LOCAL, QUERY, SLICED, TRAVEL_TOKENS, ContextWays
+from prefold.attention.forms import prefer_absorbed
 from prefold.attention.kv_tiles import KVPiece, KVTile
-from prefold.attention.mla import prefer_absorbed
 from prefold.attention.plan import RequestWork, Rows, StepPlan
 from prefold.attention.shared_decode import SharedWork
 from prefold.attention.travel import TravelPiece, Visit
@@ -165,7 +165,7 @@ class _Planner:
             own=own_segments(runs),
             others=others_segments(runs, num_computed),
             first_new_row=int(self._new_row[self._batch.query_start_loc[request]]) - num_computed,
-            absorbed=prefer_absorbed(self._ways.mla, num_queries, num_keys),
+            absorbed=prefer_absorbed(self._ways.attention, num_queries, num_keys),
             travels=travels,
         )
 

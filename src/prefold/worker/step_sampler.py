@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from prefold.distributed.group import Group
-from prefold.models.deepseek import DeepseekModel
+from prefold.models.decoder import Decoder
 from prefold.sampling.logprobs import compute_logprobs
 from prefold.sampling.sampler import InvalidLogitsError, Sampler, SamplerOutput, SamplingMetadata
 from prefold.step import TokenLogprobs
@@ -69,7 +69,7 @@ class StepSampler:
         tp: its TP group: all of its ranks compute logits, the first one samples.
     """
 
-    def __init__(self, model: DeepseekModel, states: RequestStates, tp: Group) -> None:
+    def __init__(self, model: Decoder, states: RequestStates, tp: Group) -> None:
         self._model = model
         self._states = states
         self._decides = tp.rank == 0
