@@ -34,6 +34,25 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
+class DSAConfig:
+    """DeepSeek Sparse Attention: an indexer scores all keys of a query, attention sees the best.
+
+    Attributes:
+        index_topk: keys that a query attends to; all of them while there are no more.
+        num_heads, head_dim: of the indexer. Its key, one per token, is in the cache too.
+        full_layers: per layer, whether it has an indexer; one that has none attends to what the last layer
+            with one has selected. The first layer has one.
+        rope_interleaved: pairs of the indexer's rotary embedding, which may differ from attention's.
+    """
+
+    index_topk: int
+    num_heads: int
+    head_dim: int
+    full_layers: tuple[bool, ...]
+    rope_interleaved: bool
+
+
+@dataclass(frozen=True)
 class MLAConfig:
     """Dimensions of Multi-head Latent Attention. `q_lora_rank` None: queries come from one projection."""
 
@@ -42,6 +61,8 @@ class MLAConfig:
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
+    dsa: DSAConfig | None = None
+    """Sparse attention; None: every query sees all keys before it."""
 
     @property
     def qk_head_dim(self) -> int:
@@ -49,7 +70,7 @@ class MLAConfig:
 
     @property
     def token_dim(self) -> int:
-        """Elements per token in the cache: `kv_c | k_pe`."""
+        """Elements of a token's latent: `kv_c | k_pe`."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
@@ -68,8 +89,15 @@ class MLAConfig:
         return False
 
     def cache_dim(self, tp: int) -> int:
-        """Elements per token and layer in the cache of one of `tp` ranks: each holds the whole latent."""
-        return self.token_dim
+        """Elements per token and layer in the cache of one of `tp` ranks: each holds the whole latent, and
+        with sparse attention an index key. Layers without an indexer leave it unused, so that one cache has
+        rows of one width."""
+        return self.token_dim + (self.dsa.head_dim if self.dsa else 0)
+
+    def new_dim(self, layer: int, tp: int) -> int:
+        """Elements per token that a layer fills: what travels between ranks."""
+        is_full = self.dsa is not None and self.dsa.full_layers[layer]
+        return self.cache_dim(tp) if is_full else self.token_dim
 
     def kv_head_repetition(self, tp: int) -> int:
         """TP ranks that hold the same KV. The latent is one head for all: every rank has it."""
@@ -124,6 +152,10 @@ class GQAConfig:
     def cache_dim(self, tp: int) -> int:
         """Elements per token and layer in the cache of one of `tp` ranks: `keys | values` of its KV heads."""
         return 2 * self.kv_heads_per_rank(tp) * self.head_dim
+
+    def new_dim(self, layer: int, tp: int) -> int:
+        """Elements per token that a layer fills: all."""
+        return self.cache_dim(tp)
 
     def kv_head_repetition(self, tp: int) -> int:
         """TP ranks, neighbours, that hold the same KV heads."""
@@ -194,6 +226,11 @@ class ModelConfig:
         assert attention is not None
         assert self.mla is None or self.gqa is None
         return attention
+
+    @property
+    def dsa(self) -> DSAConfig | None:
+        """Of a model with sparse attention."""
+        return self.mla.dsa if self.mla is not None else None
 
 
 @dataclass(frozen=True)

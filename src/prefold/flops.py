@@ -34,6 +34,9 @@ def prefill_flops(model: ModelConfig, num_tokens: int, num_computed: int = 0) ->
     attention = 2 * layers * heads * (qk_head_dim + v_head_dim) * (causal pairs): scores and weighted
     values with the latent up-projected, where the token at position p sees p + 1 keys, or a window. Softmax,
     norms, activations and rotations are left out: they are no matrix multiplications.
+
+    Under sparse attention a token attends to index_topk of these keys at most, but each layer with an
+    indexer scores all of them: 2 * index_n_heads * (index_head_dim + 1) per causal pair.
     """
     layers = [layer_flops(model, i, num_tokens, num_computed) for i in range(model.num_layers)]
     head = 2 * model.hidden_size * model.vocab_size
@@ -48,19 +51,25 @@ def layer_flops(model: ModelConfig, layer: int, num_tokens: int, num_computed: i
     weights = layer_parameters(model, layer)
     per_token = weights.whole + weights.split + weights.kv
     per_token += model.moe.top_k * weights.expert if model.moe else 0
-    window = model.gqa.windows[layer] if model.gqa is not None else None
-    pairs = _pairs(num_computed + num_tokens, window) - _pairs(num_computed, window)
-    per_pair = model.num_heads * (model.attention.qk_head_dim + model.attention.v_head_dim)
-    return PrefillFlops(matmul=2 * num_tokens * per_token, attention=2 * per_pair * pairs)
+    dsa, end = model.dsa, num_computed + num_tokens
+    limit = dsa.index_topk if dsa is not None else None
+    if model.gqa is not None:
+        limit = model.gqa.windows[layer]
+    pairs = _pairs(end, limit) - _pairs(num_computed, limit)
+    multiplications = pairs * model.num_heads * (model.attention.qk_head_dim + model.attention.v_head_dim)
+    if dsa is not None and dsa.full_layers[layer]:
+        scored = _pairs(end, None) - _pairs(num_computed, None)
+        multiplications += scored * dsa.num_heads * (dsa.head_dim + 1)
+    return PrefillFlops(matmul=2 * num_tokens * per_token, attention=2 * multiplications)
 
 
-def _pairs(num_tokens: int, window: int | None) -> int:
-    """Causal pairs of a sequence whose tokens see themselves and at most window - 1 before.
+def _pairs(num_tokens: int, limit: int | None) -> int:
+    """Causal pairs of a sequence whose tokens see at most `limit` keys, themselves included.
 
     >>> _pairs(4, None), _pairs(4, 2)
     (10, 7)
     """
-    growing = num_tokens if window is None else min(num_tokens, window)
+    growing = num_tokens if limit is None else min(num_tokens, limit)
     return growing * (growing + 1) // 2 + (num_tokens - growing) * growing
 
 
@@ -69,7 +78,7 @@ class LayerParameters:
     """Weights of one layer's matrices, by how they are spread over ranks.
 
     Attributes:
-        whole: on every rank: projections to the latents, the router.
+        whole: on every rank: projections to the latents, the router, the indexer.
         split: 1/TP on a rank: projections to and from heads, dense MLP, shared experts.
         kv: projections to the KV heads of grouped-query attention, split as far as there are heads.
         expert: of one routed expert; 0 in a dense layer.
@@ -84,6 +93,7 @@ class LayerParameters:
 def layer_parameters(model: ModelConfig, layer: int) -> LayerParameters:
     """Norms and biases are left out."""
     whole, split, kv = _attention_parameters(model)
+    whole += _indexer_parameters(model, layer)
     hidden = model.hidden_size
     if not model.moe_layers[layer]:
         return LayerParameters(whole, split + 3 * hidden * model.intermediate_size, kv, expert=0)
@@ -92,6 +102,15 @@ def layer_parameters(model: ModelConfig, layer: int) -> LayerParameters:
     expert = 3 * hidden * moe.intermediate_size  # gate, up, down
     shared = moe.num_shared_experts * expert
     return LayerParameters(whole + hidden * moe.num_experts, split + shared, kv, expert)
+
+
+def _indexer_parameters(model: ModelConfig, layer: int) -> int:
+    mla, dsa = model.mla, model.dsa
+    if mla is None or dsa is None or not dsa.full_layers[layer]:
+        return 0
+    assert mla.q_lora_rank is not None
+    queries = mla.q_lora_rank * dsa.num_heads * dsa.head_dim
+    return queries + model.hidden_size * (dsa.head_dim + dsa.num_heads)
 
 
 def _attention_parameters(model: ModelConfig) -> tuple[int, int, int]:

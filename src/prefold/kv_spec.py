@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class KVSpec:
-    """What one rank stores per token in every layer that it computes: `kv_c | k_pe`, or `keys | values`.
+    """What one rank stores per token in every layer that it computes: `kv_c | k_pe` (with
+    sparse attention an index key too), or `keys | values`.
 
     Attributes:
         num_layers: layers on this rank.

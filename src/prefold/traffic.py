@@ -165,14 +165,16 @@ def step_traffic(
     layers = split_layers(model, parallel.pipeline_parallel_size)[at.pp]
     is_last = at.pp == parallel.pipeline_parallel_size - 1
     compute_size, kv_size = DTYPES[config.runtime.compute_dtype], DTYPES[model.dtype]
-    token_bytes = len(layers) * model.attention.cache_dim(parallel.tensor_parallel_size) * kv_size
+    tp_size = parallel.tensor_parallel_size
+    new_bytes = sum(model.attention.new_dim(layer, tp_size) for layer in layers) * kv_size
+    token_bytes = len(layers) * model.attention.cache_dim(tp_size) * kv_size
     hidden_bytes = model.hidden_size * compute_size
     num_tokens = int(parts.num_tokens[at.pcp])
     sent = dict.fromkeys(("pcp.all_gather", "tp.all_reduce", "tp.all_gather", "pp.send", "dp.all_gather"), 0)
     if parallel.prefill_context_parallel_size > 1:
         wanted_bytes = int(wanted_by_rank.max()) * hidden_bytes * is_last
         kv_bytes = int(parts.num_decode_tokens.max()) * token_bytes
-        sent["pcp.all_gather"] = int(parts.num_prefill_tokens.max()) * token_bytes
+        sent["pcp.all_gather"] = int(parts.num_prefill_tokens.max()) * new_bytes
         sent["pcp.all_gather"] += exchange_bytes(kv_bytes, wanted_bytes)[1]
     if parallel.tensor_parallel_size > 1:
         sums = (at.pp == 0) + 2 * len(layers)

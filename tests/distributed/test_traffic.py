@@ -139,6 +139,21 @@ class SentIds:
         return total
 
 
+@pytest.fixture(scope="module")
+def sparse_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Layers whose tokens have an index key, and one whose tokens have none."""
+    return make_checkpoint("GlmMoeDsaForCausalLM", tmp_path_factory.mktemp("glm-dsa"))
+
+
+@pytest.mark.parametrize("layout", ["TP2 PCP2", "PP2 PCP2 EP"])
+def test_sparse_attention_gathers_index_keys_with_the_rest(sparse_folder: Path, layout: str) -> None:
+    """One all-gather per layer: the formula counts bytes, the calls are those of dense attention."""
+    test_every_rank_sends_what_the_formula_says(sparse_folder, layout)
+    with ThreadLLM(str(sparse_folder), **OPTIONS, **layout_options("PCP2")) as llm:
+        recorder = record(llm, [200], max_tokens=1)
+        assert recorder.outputs[0][0].stats.calls["pcp.all_gather"] == llm.engine.config.model.num_layers
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_rank_sends_what_the_formula_says(folder: Path, layout: str) -> None:
     """Summed over the steps: the ranks of a pipeline or of several replicas are in different ones."""

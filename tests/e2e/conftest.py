@@ -25,6 +25,9 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "v3": ("DeepseekV3ForCausalLM", {}),
     "v3-no-q-lora": ("DeepseekV3ForCausalLM", {"q_lora_rank": None}),
     "glm": ("Glm4MoeLiteForCausalLM", {}),
+    "v32": ("DeepseekV32ForCausalLM", {}),
+    # Layers with an indexer and one without.
+    "glm-dsa": ("GlmMoeDsaForCausalLM", {}),
     "llama": ("LlamaForCausalLM", {"tie_word_embeddings": True}),
     "mistral": ("MistralForCausalLM", {"sliding_window": 50}),
     "qwen2": ("Qwen2ForCausalLM", {}),

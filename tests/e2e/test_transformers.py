@@ -11,7 +11,7 @@ from prefold import LLM, SamplingParams
 from prefold.request import Logprob, RequestOutput
 from prefold.testing.reference import LOGIT_TIE, ROUTER_TIE, Judgement
 
-MODELS = ["v2", "v2-no-q-lora", "v3", "v3-no-q-lora", "glm"]
+MODELS = ["v2", "v2-no-q-lora", "v3", "v3-no-q-lora", "glm", "v32", "glm-dsa"]
 GQA_MODELS = ["llama", "mistral", "qwen2", "qwen3", "qwen3-moe", "smollm3"]
 BLOCK_SIZE = 16
 # Every length to 40, then up to 600 every length modulo the block size.

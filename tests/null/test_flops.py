@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from prefold.config import MLAConfig, ModelConfig, MoEConfig, RopeConfig
+from prefold.config import DSAConfig, MLAConfig, ModelConfig, MoEConfig, RopeConfig
 from prefold.flops import prefill_flops
 
 MOE = MoEConfig(8, 2, 6, 1, 1, 1, "sigmoid", "noaux_tc", True, 1.0)
@@ -67,3 +67,19 @@ def test_the_speed_model_at_4k_is_what_was_counted_before():
     mla = MLAConfig(512, 512, 128, 64, 128)
     model = replace(MODEL, mla=mla, num_layers=8, num_heads=16, hidden_size=1024, moe_layers=(False,) * 8)
     assert prefill_flops(model, 4096).attention == pytest.approx(0.687e12, rel=1e-3)
+
+
+def test_sparse_attention_by_hand():
+    """Two layers, the first with an indexer of 2 heads of 4; 5 tokens, of which 3 keys at most are seen."""
+    dsa = DSAConfig(index_topk=3, num_heads=2, head_dim=4, full_layers=(True, False), rope_interleaved=True)
+    model = replace(
+        MODEL, mla=replace(MODEL.mla, q_lora_rank=4, dsa=dsa), num_layers=2, moe_layers=(False,) * 2
+    )
+    flops = prefill_flops(model, 5)
+    attention = 10 * 4 + 4 * 10 + 70 + 70 + 80
+    indexer = 4 * 8 + 10 * 4 + 10 * 2
+    assert flops.matmul == 2 * 5 * (2 * (attention + 600) + indexer) + 2000
+    # 1 + 2 + 3 + 3 + 3 pairs are attended to, all 15 are scored.
+    assert flops.attention == 2 * (2 * 12 * 2 * 9 + 15 * 2 * (4 + 1))
+    parts = [prefill_flops(model, n, start).attention for start, n in ((0, 2), (2, 2), (4, 1))]
+    assert sum(parts) == flops.attention

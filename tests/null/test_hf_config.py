@@ -104,6 +104,40 @@ GLM_FLASH = {
     "vocab_size": 154880,
 }
 
+GLM_5_2 = {
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "model_type": "glm_moe_dsa",
+    "dtype": "bfloat16",
+    "eos_token_id": [154820, 154827, 154829],
+    "head_dim": 192,
+    "hidden_size": 6144,
+    "intermediate_size": 12288,
+    "index_head_dim": 128,
+    "index_n_heads": 32,
+    "index_skip_topk_offset": 3,
+    "index_topk": 2048,
+    "index_topk_freq": 4,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 1048576,
+    "moe_intermediate_size": 2048,
+    "n_group": 1,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 78,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 2048,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-05,
+    "rope_parameters": {"rope_theta": 8000000, "rope_type": "default"},
+    "routed_scaling_factor": 2.5,
+    "topk_group": 1,
+    "v_head_dim": 256,
+    "vocab_size": 154880,
+}
+
 
 @pytest.fixture
 def load(tmp_path: Path):
@@ -167,6 +201,38 @@ def test_generation_config_decides_on_the_end_of_sequence(load):
     assert load(DEEPSEEK_V3, generation={"eos_token_id": [5, 6]}).eos_token_ids == (5, 6)
     assert load(DEEPSEEK_V3, generation={"temperature": 0.6}).eos_token_ids == (1,)
     assert load(without(DEEPSEEK_V3, "eos_token_id"), generation={}).eos_token_ids == ()
+
+
+def test_glm_5_2(load):
+    config = load(GLM_5_2)
+    assert config.rope.theta == 8e6
+    assert config.rope.dim == 64  # not head_dim
+    assert config.softmax_scale == 256**-0.5
+    assert config.moe_layers == (False,) * 3 + (True,) * 75
+    dsa = config.dsa
+    assert dsa is not None
+    full = [layer for layer, is_full in enumerate(dsa.full_layers) if is_full]
+    assert full == [0, 1, 2, *range(6, 78, 4)]
+    assert (dsa.index_topk, dsa.num_heads, dsa.head_dim) == (2048, 32, 128)
+    assert config.mla.cache_dim(tp=1) == 576 + 128
+    assert [config.mla.new_dim(layer, tp=1) for layer in (2, 3)] == [704, 576]
+    assert load(without(DEEPSEEK_V3, "rope_theta")).dsa is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"index_topk": 0}, "index_topk=0"),
+        ({"q_lora_rank": None}, "needs q_lora_rank"),
+        ({"index_head_dim": 32}, "index_head_dim=32 is below qk_rope_head_dim=64"),
+        ({"index_topk_pattern": "FS"}, "each of 78 layers"),
+        ({"index_topk_pattern": "S" + 77 * "F"}, "the first of them 'full'"),
+        ({"indexer_types": ["full"] * 77 + ["half"]}, "'full' or 'shared'"),
+    ],
+)
+def test_indexers_that_cannot_be(load, change: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        load(GLM_5_2 | change)
 
 
 def test_both_spellings_of_rope_mean_the_same(load):

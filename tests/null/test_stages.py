@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefold.config import MLAConfig, ModelConfig, MoEConfig, RopeConfig
+from prefold.config import DSAConfig, MLAConfig, ModelConfig, MoEConfig, RopeConfig
 from prefold.distributed import stages
 from prefold.distributed.stages import TYPICAL_TOKENS, split_costs, split_layers
 from prefold.flops import layer_flops
@@ -131,3 +131,19 @@ def test_deepseek_v3_in_a_moment():
         lengths = [len(stage) for stage in split_layers(big, pp)]
         assert sum(lengths) == 61
         assert max(lengths) - min(lengths) <= 1
+
+
+def test_a_stage_begins_with_an_indexer():
+    """Layers that share a selection stay with the layer that makes it."""
+    full = (True, True, False, False, True, False, True)
+    model = replace(
+        MODEL,
+        mla=replace(MODEL.mla, q_lora_rank=16, dsa=DSAConfig(64, 4, 8, full, rope_interleaved=True)),
+    )
+    for pp in range(1, 5):
+        split = split_layers(model, pp)
+        assert [layer for stage in split for layer in stage] == list(range(7))
+        assert all(full[stage.start] for stage in split)
+    assert split_layers(model, 4) == [range(1), range(1, 4), range(4, 6), range(6, 7)]
+    with pytest.raises(ValueError, match="pipeline_parallel_size=5 must be between 1 and 4, the number of"):
+        split_layers(model, 5)

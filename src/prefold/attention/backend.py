@@ -12,17 +12,36 @@ from prefold.config import MLAConfig
 
 
 @dataclass(frozen=True, eq=False)
+class IndexQueries:
+    """What a layer's indexer asks, under sparse attention: which keys a query attends to.
+
+    The score of a key, which is the last part of its token's row, is the sum over index heads of
+    weight * relu(query . key).
+
+    Attributes:
+        q: [num_tokens, num_index_heads, index_head_dim], rotary embedding applied.
+        weights: [num_tokens, num_index_heads] float32, all scale factors included.
+    """
+
+    q: torch.Tensor
+    weights: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
 class LatentRows:
     """What the rows of a layer's cache are, with latent attention: `kv_c | k_pe`, normalised and rotated.
 
     Attributes:
         w_uk: [num_heads, qk_nope, kv_lora_rank], up-projection of keys, in the weights' dtype.
         w_uv: [num_heads, v_head_dim, kv_lora_rank], up-projection of values.
+        index: of a layer with an indexer; its rows end with the indexer's key. Under sparse attention a layer
+            without one attends to what the last layer with one has selected.
     """
 
     mla: MLAConfig
     w_uk: torch.Tensor
     w_uv: torch.Tensor
+    index: IndexQueries | None = None
 
 
 @dataclass(frozen=True)

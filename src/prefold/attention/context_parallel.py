@@ -104,7 +104,7 @@ class ContextParallelAttention:
         if decode is not None:
             decode.attend(out[plan.num_prefill_tokens :])
 
-        all_new = self._collect(gather, plan)
+        all_new = self._collect(gather, plan, kv.shape[1])
         self._write(cache, all_new, plan.write_new)
         for trip in trips[:1]:
             trip.send_back()
@@ -166,9 +166,9 @@ class ContextParallelAttention:
             self._workspace,
         )
 
-    def _collect(self, gather: Gather, plan: StepPlan) -> torch.Tensor:
-        """The step's new prefill tokens in the global batch's order, [num_new_tokens, token_dim]."""
-        shape = (plan.num_new_tokens, self._kv_cache.shape[-1])
+    def _collect(self, gather: Gather, plan: StepPlan, width: int) -> torch.Tensor:
+        """The step's new prefill tokens in the global batch's order, [num_new_tokens, width]."""
+        shape = (plan.num_new_tokens, width)
         all_new = self._workspace.get("attention.all_new", shape, self._kv_cache.dtype)
         for rows, part in zip(plan.new_rows, gather.wait(), strict=True):
             all_new.index_copy_(0, rows, part[: len(rows)])

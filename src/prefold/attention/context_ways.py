@@ -94,7 +94,8 @@ class ContextWays:
             tile_tokens=runtime.context_workspace_tokens,
             kv_itemsize=DTYPES[model.dtype],
             q_itemsize=DTYPES[runtime.compute_dtype],
-            forced=runtime.context_attention,
+            # Under sparse attention a query attends to a few keys of its own: nothing is shared.
+            forced=runtime.context_attention if model.dsa is None else LOCAL,
             has_windows=model.attention.has_windows,
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from prefold.config import ModelConfig
 from prefold.flops import layer_flops
@@ -19,17 +19,34 @@ def split_layers(model: ModelConfig, pp: int) -> list[range]:
     among such splits the costs are as even as possible. A layer's cost is its FLOPs in a prompt of
     `TYPICAL_TOKENS`: active experts only; the head, which sees one row, is the last layer's.
 
+    Layers that share an indexer's selection stay together: it does not travel.
+
     Raises:
-        ValueError: more stages than layers, or fewer than one.
+        ValueError: more stages than layers (or selections), or fewer than one.
     """
     check_stages(model, pp)
     costs = [layer_flops(model, layer, TYPICAL_TOKENS).total for layer in range(model.num_layers)]
     costs[-1] += 2 * model.hidden_size * model.vocab_size
-    return split_costs(costs, pp)
+    starts = [*first_layers(model), model.num_layers]
+    groups = split_costs([sum(costs[start:end]) for start, end in pairwise(starts)], pp)
+    return [range(starts[group.start], starts[group.stop]) for group in groups]
+
+
+def first_layers(model: ModelConfig) -> list[int]:
+    """Layers with which a stage can begin: all, but for those that use an earlier layer's selection."""
+    layers = range(model.num_layers)
+    return [layer for layer in layers if model.dsa is None or model.dsa.full_layers[layer]]
 
 
 def check_stages(model: ModelConfig, pp: int) -> None:
-    """ValueError unless every one of `pp` stages can have a layer."""
+    """ValueError unless every one of `pp` stages can have a layer, or an indexer and the layers that
+    use its selection."""
+    full = len(first_layers(model))
+    if model.num_layers >= pp > full:
+        raise ValueError(
+            f"pipeline_parallel_size={pp} must be between 1 and {full}, the number of layers with an "
+            "indexer: a stage begins with one of them"
+        )
     if not 1 <= pp <= model.num_layers:
         raise ValueError(
             f"pipeline_parallel_size={pp} must be between 1 and num_hidden_layers={model.num_layers}: "

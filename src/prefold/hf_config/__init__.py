@@ -8,6 +8,7 @@ a key means, and its value where it is absent, follows transformers 5.24.
 from prefold.hf_config.load import (
     GQA_ARCHITECTURES,
     MLA_ARCHITECTURES,
+    SPARSE_ARCHITECTURES,
     SUPPORTED_ARCHITECTURES,
     load_model_config,
 )
@@ -17,6 +18,7 @@ __all__ = [
     "GQA_ARCHITECTURES",
     "MLA_ARCHITECTURES",
     "ROPE_TYPES",
+    "SPARSE_ARCHITECTURES",
     "SUPPORTED_ARCHITECTURES",
     "load_model_config",
 ]

@@ -6,12 +6,13 @@ from pathlib import Path
 
 from prefold.checkpoint_files import check_checkpoint_files
 from prefold.config import DTYPES, ModelConfig, checkpoint_folder
-from prefold.hf_config import gqa, mla
+from prefold.hf_config import dsa, gqa, mla
 from prefold.hf_config.reader import Reader, read_json
 from prefold.quantization.scheme import read_scheme
 
-MLA_ARCHITECTURES, GQA_ARCHITECTURES = tuple(mla.DEFAULTS), tuple(gqa.DEFAULTS)
-SUPPORTED_ARCHITECTURES = MLA_ARCHITECTURES + GQA_ARCHITECTURES
+SPARSE_ARCHITECTURES, GQA_ARCHITECTURES = tuple(dsa.DEFAULTS), tuple(gqa.DEFAULTS)
+MLA_ARCHITECTURES = tuple(name for name in mla.DEFAULTS if name not in SPARSE_ARCHITECTURES)
+SUPPORTED_ARCHITECTURES = MLA_ARCHITECTURES + SPARSE_ARCHITECTURES + GQA_ARCHITECTURES
 
 HIDDEN_ACTS = ("silu", "swish")
 """Supported activation functions: two names of one function."""
@@ -19,8 +20,10 @@ HIDDEN_ACTS = ("silu", "swish")
 _ARCHITECTURE_OF_MODEL_TYPE = {
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
+    "deepseek_v32": "DeepseekV32ForCausalLM",
     "kimi_k2": "DeepseekV3ForCausalLM",
     "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
+    "glm_moe_dsa": "GlmMoeDsaForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",

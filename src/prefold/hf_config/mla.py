@@ -1,4 +1,4 @@
-"""Keys of the architectures with latent attention: DeepSeek-V2, DeepSeek-V3 (Kimi-K2), GLM-4.7-Flash."""
+"""Keys of the architectures with latent attention: DeepSeek-V2, V3 (Kimi-K2), V3.2, GLM-4.7-Flash, GLM-5."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from prefold.config import MLAConfig, MoEConfig, RopeConfig
+from prefold.hf_config import dsa
 from prefold.hf_config.reader import Reader
 from prefold.hf_config.rope import read_rope
 
@@ -32,6 +33,7 @@ _COMMON_DEFAULTS = {
 }
 
 DEFAULTS: dict[str, dict[str, Any]] = {
+    **{name: _COMMON_DEFAULTS | defaults for name, defaults in dsa.DEFAULTS.items()},
     "DeepseekV2ForCausalLM": _COMMON_DEFAULTS
     | {
         "q_lora_rank": 1536,
@@ -82,16 +84,18 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 def read_mla(get: Reader, architecture: str) -> dict[str, Any]:
     """Fields of ModelConfig in which these architectures differ from others."""
+    is_sparse = architecture in dsa.DEFAULTS
     mla = MLAConfig(
         q_lora_rank=None if get("q_lora_rank") is None else get.size("q_lora_rank"),
         kv_lora_rank=get.size("kv_lora_rank"),
         qk_nope_head_dim=get.size("qk_nope_head_dim", minimum=0),
         qk_rope_head_dim=get.size("qk_rope_head_dim", minimum=2),
         v_head_dim=get.size("v_head_dim"),
+        dsa=dsa.read_dsa(get, architecture) if is_sparse else None,
     )
     is_v2 = architecture == "DeepseekV2ForCausalLM"
-    # DeepSeek-V2 always pairs neighbours; it has no such key.
-    interleaved = is_v2 or bool(get("rope_interleave"))
+    # These always pair neighbours; they have no such key.
+    interleaved = is_v2 or is_sparse or bool(get("rope_interleave"))
     rope = read_rope(get, mla.qk_rope_head_dim, "qk_rope_head_dim", interleaved)
     moe_layers = _moe_layers(get, architecture)
     return {
@@ -124,7 +128,7 @@ def _softmax_scale(mla: MLAConfig, rope: RopeConfig) -> float:
 def _moe_layers(get: Reader, architecture: str) -> tuple[bool, ...]:
     num_layers = get.size("num_hidden_layers")
     types = get.raw.get("mlp_layer_types")
-    if architecture == "Glm4MoeLiteForCausalLM" and types is not None:
+    if (architecture == "Glm4MoeLiteForCausalLM" or architecture in dsa.DEFAULTS) and types is not None:
         if len(types) != num_layers or not set(types) <= {"dense", "sparse"}:
             raise ValueError(
                 f"mlp_layer_types must name 'dense' or 'sparse' for each of {num_layers} layers: {types}"

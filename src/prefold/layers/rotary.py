@@ -121,7 +121,7 @@ class RotaryEmbedding:
         self, config: RopeConfig, max_model_len: int, workspace: Workspace, device: str = "cpu"
     ) -> None:
         self._workspace = workspace
-        self._interleaved = config.interleaved
+        self.interleaved = config.interleaved
         self.dim = config.dim
         inv_freq, scale = rope_frequencies(config, max_model_len)
         angles = torch.arange(max_model_len, dtype=torch.float32)[:, None] * inv_freq
@@ -157,7 +157,7 @@ class RotaryEmbedding:
 
     def _rotate_float32_(self, x: torch.Tensor, angles: torch.Tensor) -> None:
         """x [n, heads, dim], angles [n, 1, dim]."""
-        if self._interleaved:
+        if self.interleaved:
             pairs, cos_sin = x.unflatten(-1, (-1, 2)), angles.unflatten(-1, (-1, 2))
             if _is_complex(x):
                 # One pass without a temporary, and 8 times faster than steps of two.

@@ -45,7 +45,7 @@ def build_attention(
     what `ctx.attend` is told."""
     if config.gqa is not None:
         return GQAttention(config, config.gqa, layer, layer_idx, rotary, env)
-    return MLAttention(config, layer_idx, rotary, env)
+    return MLAttention(config, layer, layer_idx, rotary, env)
 
 
 class DecoderLayer(nn.Module):

@@ -1,6 +1,7 @@
-"""Multi-head Latent Attention: DeepSeek-V2, DeepSeek-V3 (Kimi-K2, Moonlight) and GLM-4.7-Flash.
+"""Multi-head Latent Attention: DeepSeek-V2, V3 (Kimi-K2, Moonlight), V3.2, GLM-4.7-Flash and GLM-5.
 
-The three differ in configuration only, and `ModelConfig` says all of it.
+They differ in configuration only, and `ModelConfig` says all of it. Under sparse attention some layers have
+an indexer, and hand over what it says too.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from prefold.attention.backend import AttentionContext, LatentRows
+from prefold.attention.backend import AttentionContext, IndexQueries, LatentRows
 from prefold.config import ModelConfig
+from prefold.layers.indexer import Indexer
 from prefold.layers.linear import DELTA, ColumnParallelLinear, Env, Linear, RowParallelLinear
 from prefold.layers.norm import RMSNorm
 from prefold.layers.rotary import RotaryEmbedding
@@ -21,10 +23,14 @@ from prefold.layers.weight import Weight, parameter
 class MLAttention(nn.Module):
     """Latent attention up to and after `ctx.attend`. Splits heads over TP.
 
-    `layer_idx` is what `ctx.attend` is told: the layer's place on this rank.
+    Args:
+        layer: number in the checkpoint.
+        layer_idx: what `ctx.attend` is told: the layer's place on this rank.
     """
 
-    def __init__(self, config: ModelConfig, layer_idx: int, rotary: RotaryEmbedding, env: Env) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: int, layer_idx: int, rotary: RotaryEmbedding, env: Env
+    ) -> None:
         super().__init__()
         self.layer_idx, self.rotary, self.env = layer_idx, rotary, env
         assert config.mla is not None
@@ -49,22 +55,31 @@ class MLAttention(nn.Module):
         )
         self.w_uv = parameter(self.num_heads, mla.v_head_dim, mla.kv_lora_rank, dtype=dtype, device=device)
         self.o_proj = RowParallelLinear(config.num_heads * mla.v_head_dim, hidden, bias, DELTA, env)
+        self.new_dim = mla.new_dim(layer, env.tp.size)
+        self.indexer = None
+        if mla.dsa is not None and mla.dsa.full_layers[layer]:
+            assert mla.q_lora_rank is not None
+            self.indexer = Indexer(hidden, mla.q_lora_rank, mla.dsa, rotary, env)
 
     def forward(self, x: torch.Tensor, rope_rows: torch.Tensor, ctx: AttentionContext) -> torch.Tensor:
         """x [T, hidden], normed -> [T, hidden]."""
         mla, num_tokens = self.mla, x.shape[0]
         a = self.a_proj(x)
         q_a, new_kv = a.split([self.q_lora_rank, mla.token_dim], dim=-1)
-        kv = self.env.workspace.get("attn.kv", new_kv.shape, x.dtype)
+        kv = self.env.workspace.get("attn.kv", (num_tokens, self.new_dim), x.dtype)
         self.kv_a_norm(new_kv[:, : mla.kv_lora_rank], out=kv[:, : mla.kv_lora_rank])
-        k_pe = kv[:, mla.kv_lora_rank :]
+        k_pe = kv[:, mla.kv_lora_rank : mla.token_dim]
         k_pe.copy_(new_kv[:, mla.kv_lora_rank :])
         self.rotary.rotate_(k_pe[:, None], rope_rows)
 
         q = self.q_proj(x if self.q_a_norm is None else self.q_a_norm(q_a, out=q_a))
         q = q.view(num_tokens, self.num_heads, mla.qk_head_dim)
         self.rotary.rotate_(q[..., mla.qk_nope_head_dim :], rope_rows)
-        return self.o_proj(ctx.attend(self.layer_idx, q, kv, LatentRows(mla, self.w_uk, self.w_uv)))
+        index = None
+        if self.indexer is not None:
+            index = IndexQueries(*self.indexer(x, q_a, rope_rows, key=kv[:, mla.token_dim :]))
+        rows = LatentRows(mla, self.w_uk, self.w_uv, index)
+        return self.o_proj(ctx.attend(self.layer_idx, q, kv, rows))
 
     def weights(self, prefix: str) -> Iterator[Weight]:
         mla = self.mla
@@ -79,6 +94,8 @@ class MLAttention(nn.Module):
         yield from self.kv_a_norm.weights(f"{prefix}.kv_a_layernorm")
         yield self._kv_b_weight(f"{prefix}.kv_b_proj.weight")
         yield from self.o_proj.weights(f"{prefix}.o_proj")
+        if self.indexer is not None:
+            yield from self.indexer.weights(f"{prefix}.indexer")
 
     def _kv_b_weight(self, name: str) -> Weight:
         """This rank's heads of kv_b_proj, whose rows are, head by head, keys and then values."""

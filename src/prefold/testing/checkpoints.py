@@ -53,6 +53,14 @@ TINY_GQA: dict[str, Any] = _TINY_DECODER | {"num_key_value_heads": 2, "head_dim"
 
 _GROUPED = {"n_group": 4, "topk_group": 2}
 
+_SPARSE = {
+    "index_topk": 16,
+    "index_n_heads": 16,
+    "index_head_dim": 20,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+}
+
 _TINY_OF: dict[str, dict[str, Any]] = {
     "DeepseekV2ForCausalLM": {
         "first_k_dense_replace": 1,
@@ -68,6 +76,17 @@ _TINY_OF: dict[str, dict[str, Any]] = {
         "scoring_func": "sigmoid",
         "moe_layer_freq": 1,
         **_GROUPED,
+    },
+    # Many index heads, so that few keys have a score of exactly 0. The indexer's pairs and eps differ.
+    "DeepseekV32ForCausalLM": {"first_k_dense_replace": 1, **_SPARSE, "n_group": 2, "topk_group": 1},
+    "GlmMoeDsaForCausalLM": {
+        "first_k_dense_replace": 1,
+        # Every second layer shares the selection of the one before.
+        "index_topk_freq": 2,
+        "index_skip_topk_offset": 1,
+        **_SPARSE,
+        "n_group": 1,
+        "topk_group": 1,
     },
     "Glm4MoeLiteForCausalLM": {"topk_method": "noaux_tc", "n_group": 1, "topk_group": 1},
     "LlamaForCausalLM": {},

@@ -1,8 +1,9 @@
 """transformers as the judge: logits and greedy tokens of a checkpoint, and prompts that can be judged.
 
-Two correct implementations differ where rounding decides: between two experts of equal score, or
-two tokens of equal logit. A judgement therefore says how close to that a sequence came, and
-`find_cases` looks for prompts that stay away from it, so that tests can demand equality.
+Two correct implementations differ where rounding decides: between two experts of equal score, two keys
+that an indexer scores equally, or two tokens of equal logit. A judgement therefore says how close to
+that a sequence came, and `find_cases` looks for prompts that stay away from it, so that tests can demand
+equality.
 """
 
 from __future__ import annotations
@@ -13,9 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 ROUTER_TIE = 3e-6
 """Experts (or groups) whose scores are closer than this may be chosen either way."""
+
+KEY_TIE = 3e-6
+"""Keys whose scores are closer than this share of the largest may be selected either way."""
 
 LOGIT_TIE = 1e-3
 """Tokens whose logits are closer than this may be chosen either way."""
@@ -26,7 +31,7 @@ BATCH_TOKENS = 4096
 
 @dataclass(frozen=True, eq=False)
 class Judgement:
-    """`logits` [n, vocab] of a sequence; `margin`: by how much its closest expert or group was chosen."""
+    """`logits` [n, vocab] of a sequence; `margin` of its closest choice of experts, groups or keys."""
 
     logits: torch.Tensor
     margin: float
@@ -60,7 +65,10 @@ class Reference:
             if bars:
                 logging.enable_progress_bar()
         self._margins: list[torch.Tensor] = []
+        self._topk = _StableTopk(self._margins)
         for module in self.model.modules():
+            if type(module).__name__.endswith("Indexer"):
+                module.forward = self._topk.during(module.forward)
             if type(module).__name__.lower().endswith("topkrouter"):
                 module.register_forward_hook(self._note_margins)
 
@@ -74,7 +82,7 @@ class Reference:
             padded = torch.zeros(len(batch), width, dtype=torch.int64)
             for row, i in enumerate(batch):
                 padded[row, : len(sequences[i])] = torch.tensor(sequences[i])
-            self._margins = []
+            self._margins.clear()
             logits = self.model(padded, use_cache=False).logits.float()
             for row, i in enumerate(batch):
                 own = slice(row * width, row * width + len(sequences[i]))
@@ -109,6 +117,38 @@ class Reference:
             kept.scatter_(1, best.topk(router.topk_group).indices, True)
             scores = grouped.masked_fill(~kept[..., None], -1.0).flatten(1)
         self._margins.append(torch.minimum(margins, _lead(scores, router.top_k)))
+
+
+class _StableTopk(TorchFunctionMode):
+    """Where an indexer selects keys, of equal scores the lowest position wins, which torch leaves open.
+
+    Notes each query's margin: by how much of the largest score the last key chosen leads the next. Scores
+    of exactly 0, where relu cut every head, are no matter of rounding.
+    """
+
+    def __init__(self, margins: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._margins = margins
+
+    def during(self, function: Callable) -> Callable:
+        def wrapped(*args, **kwargs):
+            with self:
+                return function(*args, **kwargs)
+
+        return wrapped
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is not torch.Tensor.topk:
+            return func(*args, **kwargs)
+        scores, k = args
+        ordered = scores.sort(dim=-1, descending=True, stable=True)
+        if k < scores.shape[-1]:
+            last, following = ordered.values[..., k - 1], ordered.values[..., k]
+            scale = scores.masked_fill(scores.isinf(), 0.0).abs().amax(-1).clamp(min=1e-9)
+            lead = ((last - following) / scale).nan_to_num(1.0, posinf=1.0)
+            self._margins.append(torch.where((last == 0) & (following == 0), 1.0, lead).flatten())
+        return torch.return_types.topk((ordered.values[..., :k], ordered.indices[..., :k]))
 
 
 def _lead(scores: torch.Tensor, k: int) -> torch.Tensor:

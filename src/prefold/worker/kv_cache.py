@@ -14,7 +14,8 @@ def allocate_kv_cache(
     device: torch.device,
     poison: bool,
 ) -> torch.Tensor:
-    """[num_layers, num_blocks, block_size, token_dim]: a token's `kv_c | k_pe`, or `keys | values`.
+    """[num_layers, num_blocks, block_size, token_dim]: a token's `kv_c | k_pe`, with sparse
+    attention `| index key`, or `keys | values`.
 
     Not initialised: whatever attention reads was written before, which `poison` (NaN everywhere)
     makes visible if it ever fails to hold.

@@ -8,6 +8,7 @@ import torch
 
 from prefold.attention.context_parallel import ContextParallelAttention
 from prefold.attention.context_ways import ContextWays
+from prefold.attention.sparse import SparseAttention
 from prefold.attention.torch_backend import TorchBackend
 from prefold.config import EngineConfig
 from prefold.distributed.group import Group, begin_step
@@ -67,17 +68,7 @@ class ModelRunner:
             parallel.decode_context_parallel_size,
             parallel.cp_kv_cache_interleave_size,
         )
-        self._attention = ContextParallelAttention(
-            model.attention,
-            model.softmax_scale,
-            self.kv_cache,
-            groups,
-            self._ownership,
-            TorchBackend(self.workspace, device),
-            self.workspace,
-            runtime.context_workspace_tokens,
-            compute_dtype,
-        )
+        self._attention = self._attention_context(compute_dtype)
         self._pcp = PCPManager(
             groups,
             self._ownership,
@@ -88,6 +79,21 @@ class ModelRunner:
         )
         self._stage = PipelineStage(groups["pp"], model.hidden_size, compute_dtype, self.workspace)
         self._sampler = StepSampler(self._model, self.states, groups["tp"])
+
+    def _attention_context(self, compute_dtype: torch.dtype) -> ContextParallelAttention:
+        model, workspace = self._config.model, self.workspace
+        form = SparseAttention if model.dsa is not None else ContextParallelAttention
+        return form(
+            model.attention,
+            model.softmax_scale,
+            self.kv_cache,
+            self._groups,
+            self._ownership,
+            TorchBackend(workspace, self.kv_cache.device),
+            workspace,
+            self._config.runtime.context_workspace_tokens,
+            compute_dtype,
+        )
 
     def _expert_parallel(self) -> ExpertParallel | None:
         """Who holds which experts; None if every TP rank has a part of each."""

@@ -1,0 +1,222 @@
+"""DeepSeek Sparse Attention of a step: select keys, attend to them in absorbed form.
+
+A query that sees no more keys than it may attend to is attended densely, exactly as without sparse
+attention; so the first `index_topk` tokens of every request are. For the others, the indexer's queries of a
+rank are scored against all keys before them. These are all in the rank's own cache once the step's new
+tokens, latents and index keys in one row, have been gathered and written: so PCP needs no collective of
+its own for the indexer. The keys must be there whole (D = 1).
+
+A selection is made by the layers that have an indexer and used by those after it, up to the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from prefold.attention.backend import AttentionBackend, HeadRows, IndexQueries, LatentRows
+from prefold.attention.context_parallel import ContextParallelAttention
+from prefold.attention.forms import KVForm, KVForms, prefer_absorbed
+from prefold.attention.plan import RequestWork, StepPlan
+from prefold.attention.queries import LayerQueries
+from prefold.attention.selection import QUERY_BLOCK, KeySelector
+from prefold.attention.walk import CacheReader, Run, Segment, rows_of
+from prefold.config import GQAConfig, MLAConfig
+from prefold.distributed.group import Group
+from prefold.kv_ownership import KVOwnership
+from prefold.workspace import Workspace
+
+GATHER_ELEMENTS = 1 << 20
+"""Elements of selected keys that are copied together, at least one query's: 4 MiB."""
+
+
+@dataclass(frozen=True, eq=False)
+class SparseRun:
+    """Consecutive queries with a selection.
+
+    Attributes:
+        run: the queries.
+        rows: of the rank's selections.
+        block_ids: of their request.
+    """
+
+    run: Run
+    rows: slice
+    block_ids: torch.Tensor
+
+
+class SparseAttention(ContextParallelAttention):
+    """The AttentionContext of a rank for models with an indexer. Arguments are ContextParallelAttention's."""
+
+    def __init__(
+        self,
+        attention: MLAConfig | GQAConfig,
+        scale: float,
+        kv_cache: torch.Tensor,
+        groups: Mapping[str, Group],
+        ownership: KVOwnership,
+        backend: AttentionBackend,
+        workspace: Workspace,
+        tile_tokens: int,
+        compute_dtype: torch.dtype,
+    ) -> None:
+        super().__init__(
+            attention, scale, kv_cache, groups, ownership, backend, workspace, tile_tokens, compute_dtype
+        )
+        assert isinstance(attention, MLAConfig)
+        assert attention.dsa is not None
+        assert ownership.dcp_size == 1, "refused at start-up"
+        self._mla = attention
+        self._topk = attention.dsa.index_topk
+        self._selector = KeySelector(self._topk, tile_tokens, workspace)
+        self._dense: list[RequestWork] = []
+        self._sparse: list[SparseRun] = []
+        self._selected: torch.Tensor | None = None
+
+    def begin_step(self, plan: StepPlan) -> None:
+        """See ContextParallelAttention.begin_step."""
+        super().begin_step(plan)
+        assert not plan.travel
+        assert not plan.kv_tiles
+        assert not plan.shared_decode
+        self._dense = [work for w in plan.works if (work := dense_part(w, self._topk, self._mla)) is not None]
+        self._sparse = sparse_runs(plan.works, self._topk)
+        self._selected = None
+
+    def attend(
+        self, layer_idx: int, q: torch.Tensor, kv: torch.Tensor, rows: LatentRows | HeadRows
+    ) -> torch.Tensor:
+        """See AttentionContext.attend."""
+        plan, mla, workspace = self._plan, self._mla, self._workspace
+        assert plan is not None
+        assert isinstance(rows, LatentRows)
+        assert q.shape[0] == plan.num_tokens, (q.shape, plan.num_tokens)
+        cache = self._kv_cache[layer_idx][..., : kv.shape[1]]
+        latents = cache[..., : mla.token_dim]
+        forms = KVForms.of(rows, self._compute_dtype, self._backend, workspace)
+        new_kv = self._to_cache_dtype(kv, plan)
+        gather = self._groups["pcp"].start_all_gather(new_kv[: plan.gather_tokens])
+        self._write(cache, new_kv[plan.num_prefill_tokens : plan.num_tokens], plan.write_decode)
+
+        requests = [(work.tokens, work.absorbed) for work in self._dense]
+        queries = LayerQueries(q, requests, forms, self._scale, self._backend, workspace, "attention")
+        reader = CacheReader(latents, workspace)
+        for work, walk in zip(self._dense, queries.walks):
+            for run, segment in zip(work.runs, work.own):
+                source = rows_of(new_kv[:, : mla.token_dim], run.start - run.offset)
+                self._walker.run(walk, [segment], source)
+            self._walker.run(walk, work.cached, reader.request(work.block_ids))
+        all_new = self._collect(gather, plan, kv.shape[1])
+        self._write(cache, all_new, plan.write_new)
+        for work, walk in zip(self._dense, queries.walks):
+            source = rows_of(all_new[:, : mla.token_dim], -work.first_new_row)
+            self._walker.run(walk, work.others, source)
+        out = workspace.get("attention.out", (*q.shape[:2], mla.v_head_dim), self._compute_dtype)
+        queries.finish(out)
+
+        if rows.index is not None:
+            self._select(rows.index, cache[..., mla.token_dim :])
+        self._attend_selected(q, forms.absorbed, latents, out)
+        return out.flatten(1)
+
+    def _select(self, index: IndexQueries, index_keys: torch.Tensor) -> None:
+        """Positions of the selected keys of all queries that have a choice."""
+        num_queries = sum(part.rows.stop - part.rows.start for part in self._sparse)
+        self._selected = self._workspace.get("sparse.selected", (num_queries, self._topk), torch.int32)
+        reader = CacheReader(index_keys, self._workspace)
+        for part in self._sparse:
+            keys = reader.request(part.block_ids)
+            self._selector.select(index, part.run, keys, self._selected[part.rows])
+
+    def _attend_selected(
+        self, q: torch.Tensor, absorbed: KVForm, latents: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        assert self._selected is not None, "the first layer of a stage has an indexer"
+        mla, workspace = self._mla, self._workspace
+        for part in self._sparse:
+            for start in range(0, part.rows.stop - part.rows.start, QUERY_BLOCK):
+                end = min(start + QUERY_BLOCK, part.rows.stop - part.rows.start)
+                tokens = slice(part.run.offset + start, part.run.offset + end)
+                shape = (end - start, q.shape[1])
+                latent_q = workspace.get("sparse.latent_q", (*shape, mla.token_dim), torch.float32)
+                absorbed.queries(q[tokens], latent_q)
+                latent_out = workspace.get("sparse.latent_out", (*shape, mla.kv_lora_rank), torch.float32)
+                selected = self._selected[part.rows][start:end]
+                self._attend_block(latent_q, selected, part.block_ids, latents, latent_out)
+                absorbed.results(latent_out, out[tokens])
+
+    def _attend_block(
+        self,
+        q: torch.Tensor,
+        selected: torch.Tensor,
+        block_ids: torch.Tensor,
+        latents: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """q [n, heads, token_dim] over positions `selected` [n, topk] -> out [n, heads, kv_lora_rank]."""
+        (_, block_size, dim), num_heads = latents.shape, q.shape[1]
+        by_slot = latents.view(-1, dim)
+        positions = selected.long()
+        slots = block_ids[positions // block_size] * block_size + positions % block_size
+        size = max(1, GATHER_ELEMENTS // (self._topk * dim))
+        for start in range(0, len(q), size):
+            rows = slots[start : start + size]
+            keys = self._workspace.get("sparse.rows", (rows.numel(), dim), latents.dtype)
+            torch.index_select(by_slot, 0, rows.flatten(), out=keys)
+            if keys.dtype != torch.float32:
+                keys = self._workspace.get("sparse.keys", keys.shape, torch.float32).copy_(keys)
+            keys = keys.view(len(rows), self._topk, dim)
+            shape = (len(rows), num_heads, self._topk)
+            scores = self._workspace.get("sparse.scores", shape, torch.float32)
+            torch.bmm(q[start : start + size], keys.transpose(1, 2), out=scores)
+            torch.softmax(scores.mul_(self._scale), dim=-1, out=scores)
+            torch.bmm(scores, keys[..., : self._mla.kv_lora_rank], out=out[start : start + size])
+
+
+def dense_part(work: RequestWork, topk: int, mla: MLAConfig) -> RequestWork | None:
+    """Of a request's work, the queries that see at most `topk` keys; None if there are none."""
+    runs = tuple(replace(run, end=min(run.end, topk)) for run in work.runs if run.start < topk)
+    if not runs:
+        return None
+    if runs == work.runs:
+        return work
+    num_queries = sum(run.end - run.start for run in runs)
+    return replace(
+        work,
+        runs=runs,
+        cached=_of_first(work.cached, num_queries),
+        own=_of_first(work.own, num_queries),
+        others=_of_first(work.others, num_queries),
+        absorbed=prefer_absorbed(mla, num_queries, runs[-1].end),
+    )
+
+
+def _of_first(segments: Sequence[Segment], num_queries: int) -> tuple[Segment, ...]:
+    """What the first queries of a walk attend to.
+
+    >>> kept = _of_first([Segment(0, 4, 0), Segment(4, 9, 0, causal=True), Segment(9, 12, 5)], 3)
+    >>> [(segment.start, segment.end) for segment in kept]
+    [(0, 4), (4, 7)]
+    """
+    kept = []
+    for segment in segments:
+        if segment.first_query < num_queries:
+            last = segment.start + num_queries - segment.first_query
+            kept.append(replace(segment, end=min(segment.end, last)) if segment.causal else segment)
+    return tuple(kept)
+
+
+def sparse_runs(works: Sequence[RequestWork], topk: int) -> list[SparseRun]:
+    """The queries that see more than `topk` keys, and where their selections go."""
+    found: list[SparseRun] = []
+    end = 0
+    for work in works:
+        for run in work.runs:
+            dense = min(max(topk - run.start, 0), run.end - run.start)
+            rest = Run(run.start + dense, run.end, run.offset + dense)
+            if rest.start < rest.end:
+                start, end = end, end + rest.end - rest.start
+                found.append(SparseRun(rest, slice(start, end), work.block_ids))
+    return found

@@ -1,0 +1,157 @@
+"""Sparse attention on every layout: the single rank's tokens, for prompts below, at and above index_topk."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from prefold import LLM, SamplingParams
+from prefold.testing.checkpoints import make_checkpoint
+from prefold.testing.exactness import LEAD, Oracle, generate_over_time, layout_options
+from prefold.testing.reference import KEY_TIE, Reference
+from prefold.testing.thread_executor import ThreadLLM
+
+torch.set_num_threads(1)
+
+TOPK = 16
+LAYOUTS = [
+    *("TP2", "PP2", "DP2", "PCP2", "PCP3", "PCP4 EP"),
+    *("TP2 PCP2 EP", "PP2 PCP2", "DP2 PCP2 EP"),
+]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+BLOCK_SIZE = 2
+ENGINE: dict[str, Any] = {
+    "block_size": BLOCK_SIZE,
+    "num_blocks": 1000,
+    "max_model_len": 600,
+    "min_split_tokens": 1,
+    "context_workspace_tokens": 12,
+    "debug_poison": True,
+}
+
+
+class SparseOracle(Oracle):
+    """Its prompts also avoid keys that an indexer scores so alike that rounding may choose."""
+
+    def __init__(self, folder: Path) -> None:
+        options = {"threads_per_rank": 1, "skip_tokenizer_init": True, "enable_prefix_caching": False}
+        super().__init__(LLM(str(folder), **ENGINE, **options))
+        self._reference = Reference(folder)
+
+    def _ask(self, prompt: Sequence[int]) -> tuple[list[int], float]:
+        is_new = tuple(prompt) not in self._known
+        tokens, lead = super()._ask(prompt)
+        if is_new and lead >= LEAD:
+            (judgement,) = self._reference.judge([[*prompt, *tokens]])
+            if judgement.margin < KEY_TIE:
+                self._known[tuple(prompt)] = (tokens, 0.0)
+        return self._known[tuple(prompt)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Layers with an indexer and one without, which uses the first one's selection."""
+    return make_checkpoint("GlmMoeDsaForCausalLM", tmp_path_factory.mktemp("glm-dsa"), vocab_size=300)
+
+
+@pytest.fixture(scope="module")
+def oracle(folder: Path) -> SparseOracle:
+    return SparseOracle(folder)
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def llm(request: pytest.FixtureRequest, folder: Path) -> Iterator[ThreadLLM]:
+    with ThreadLLM(str(folder), **ENGINE, **layout_options(request.param)) as engine:
+        yield engine
+
+
+def check(llm: ThreadLLM, oracle: Oracle, prompts: Sequence[list[int]], arrivals: Sequence[int]) -> list[int]:
+    """Compare all tokens; returns the cached tokens of each prompt."""
+    outputs = generate_over_time(llm, prompts, GREEDY, arrivals)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.outputs[0].token_ids == oracle(prompt), len(prompt)
+    return [output.metrics.num_cached_tokens for output in outputs]
+
+
+def reset(llm: ThreadLLM, monkeypatch: pytest.MonkeyPatch, budget: int | None = None) -> None:
+    """Forget all prefixes; `budget`: tokens of a step."""
+    for scheduler in llm.engine.schedulers:
+        scheduler.reset_prefix_cache()
+        if budget is not None:
+            monkeypatch.setattr(scheduler, "max_num_scheduled_tokens", budget)
+
+
+def test_every_length_over_time(
+    llm: ThreadLLM, oracle: SparseOracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All residues of the chunks of all blocks, and all lengths around index_topk."""
+    reset(llm, monkeypatch)
+    pcp = llm.engine.config.parallel.prefill_context_parallel_size
+    lengths = list(range(1, TOPK + 2 * pcp * BLOCK_SIZE + 1))
+    random.Random(0).shuffle(lengths)
+    arrivals = [i * 20 // len(lengths) for i in range(len(lengths))]
+    check(llm, oracle, [oracle.prompt(length) for length in lengths], arrivals)
+
+
+@pytest.mark.parametrize("budget", [3, 33])
+def test_chunked_prefill(
+    llm: ThreadLLM, oracle: SparseOracle, monkeypatch: pytest.MonkeyPatch, budget: int
+) -> None:
+    """Chunks of which some see all keys, some select, and some do both."""
+    reset(llm, monkeypatch, budget)
+    lengths = [1, TOPK - 1, TOPK, TOPK + 1, 2 * budget + 30]
+    prompts = [oracle.prompt(length, seed) for seed, length in enumerate(lengths, 20)]
+    check(llm, oracle, prompts, [0, 0, 0, 2, 3])
+
+
+def test_prefix_hits(llm: ThreadLLM, oracle: SparseOracle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contexts below, at and above index_topk come from the cache."""
+    reset(llm, monkeypatch)
+    first = oracle.prompt(90, seed=40)
+    check(llm, oracle, [first], [0])
+    shares = [2, TOPK - 2, TOPK, TOPK + 1, 50, 89]
+    seconds = [oracle.prompt(90 + i % 2, seed=41 + i, start=first[:n]) for i, n in enumerate(shares)]
+    cached = check(llm, oracle, seconds, [0] * len(seconds))
+    if len(llm.engine.schedulers) == 1:
+        assert cached == [n // 2 * 2 for n in shares]
+    else:  # a replica that has less of the prefix may be the faster one
+        assert sum(cached) > 0
+
+
+def test_batches_of_mixed_lengths(
+    llm: ThreadLLM, oracle: SparseOracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reset(llm, monkeypatch)
+    for lengths in ([130, 20, 130], [17] * 5, [1, 3, 100, 2, 64, 1, 33]):
+        prompts = [oracle.prompt(length, seed) for seed, length in enumerate(lengths, 1)]
+        check(llm, oracle, prompts, [0] * len(prompts))
+
+
+@pytest.mark.parametrize("layout", ["TP2 PCP2", "PP3 PCP2 EP"])
+def test_deepseek_v32(layout: str, tmp_path: Path) -> None:
+    """An indexer in every layer: so every layer can begin a stage."""
+    folder = make_checkpoint("DeepseekV32ForCausalLM", tmp_path, vocab_size=300)
+    oracle = SparseOracle(folder)
+    with ThreadLLM(str(folder), **ENGINE, **layout_options(layout)) as llm:
+        prompts = [oracle.prompt(length, seed=3) for length in (*range(12, 24), 70)]
+        check(llm, oracle, prompts, [i // 2 for i in range(len(prompts))])
+
+
+def test_ties_are_broken_alike(tmp_path: Path) -> None:
+    """Two index heads: the scores of many keys are exactly 0, more than a query may select."""
+    folder = make_checkpoint(
+        "GlmMoeDsaForCausalLM", tmp_path, vocab_size=300, num_hidden_layers=1, index_n_heads=2,
+        indexer_types=["full"], index_topk=6,
+    )  # fmt: skip
+    oracle = SparseOracle(folder)
+    prompts = [oracle.prompt(length, seed=3) for length in (*range(20, 30), 80)]
+    for layout in ("TP2", "PCP3"):
+        for tile in (4, 1024):
+            options = ENGINE | {"context_workspace_tokens": tile}
+            with ThreadLLM(str(folder), **options, **layout_options(layout)) as llm:
+                check(llm, oracle, prompts, [i // 2 for i in range(len(prompts))])
