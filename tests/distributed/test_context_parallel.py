@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from prefold.attention import travel
-from prefold.testing.attention_step import Layout, Req, check_step, decode, prefill
+from prefold.testing.attention_step import Layout, Req, check_step, decode, prefill, random_batch
 from prefold.worker import step_plan
 
 torch.set_num_threads(1)
@@ -74,13 +74,7 @@ def test_every_length(size: int, way: str):
 @pytest.mark.parametrize("seed", range(25))
 def test_random_batches(seed: int):
     rng = np.random.default_rng(seed)
-    requests = []
-    for _ in range(rng.integers(1, 8)):
-        computed, scheduled = int(rng.integers(0, 60)), int(rng.integers(1, 50))
-        left = int(rng.integers(0, 3))
-        requests.append(decode(computed + 1) if rng.random() < 0.4 else prefill(computed, scheduled, left))
-    total = sum(r.num_scheduled for r in requests)
-    wanted = rng.permutation(total)[: rng.integers(0, total + 1)]
+    requests, wanted = random_batch(rng, max_computed=60)
     layout = Layout(
         pcp=int(rng.integers(1, 7)),
         block_size=int(rng.integers(1, 9)),
@@ -88,7 +82,7 @@ def test_random_batches(seed: int):
         min_split=int(rng.choice([0, 16, 32])),
         way=str(rng.choice(WAYS)),
     )
-    check_step(requests, layout, wanted=wanted.tolist(), seed=seed)
+    check_step(requests, layout, wanted=wanted, seed=seed)
 
 
 @pytest.mark.parametrize("way", WAYS)

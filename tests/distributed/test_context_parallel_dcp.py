@@ -18,6 +18,7 @@ from prefold.testing.attention_step import (
     check_step,
     decode,
     prefill,
+    random_batch,
 )
 from prefold.traffic import exchange_bytes, shared_decode_bytes, travel_bytes
 from prefold.worker import step_plan
@@ -92,13 +93,7 @@ def test_every_length(sizes: tuple[int, int, int]):
 @pytest.mark.parametrize("seed", range(24))
 def test_random_batches(seed: int):
     rng = np.random.default_rng(seed)
-    requests = []
-    for _ in range(rng.integers(1, 8)):
-        computed, scheduled = int(rng.integers(0, 90)), int(rng.integers(1, 50))
-        left = int(rng.integers(0, 3))
-        requests.append(decode(computed + 1) if rng.random() < 0.4 else prefill(computed, scheduled, left))
-    total = sum(r.num_scheduled for r in requests)
-    wanted = rng.permutation(total)[: rng.integers(0, total + 1)]
+    requests, wanted = random_batch(rng, max_computed=90)
     pcp, tp, dcp = LAYOUTS[seed % len(LAYOUTS)]
     block = int(rng.choice([1, 2, 6, 8]))
     layout = Layout(
@@ -111,7 +106,7 @@ def test_random_batches(seed: int):
         min_split=int(rng.choice([0, 16, 32])),
         way=str(rng.choice([*WAYS, "auto"])),
     )
-    check_step(requests, layout, wanted=wanted.tolist(), seed=seed)
+    check_step(requests, layout, wanted=wanted, seed=seed)
 
 
 @pytest.mark.parametrize("way", WAYS)

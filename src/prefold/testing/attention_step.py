@@ -56,6 +56,17 @@ def decode(num_computed: int, num_scheduled: int = 1) -> Req:
     return Req(num_computed, num_scheduled, num_computed)
 
 
+def random_batch(rng: np.random.Generator, max_computed: int) -> tuple[list[Req], list[int]]:
+    """1 to 7 requests with contexts shorter than `max_computed`, and tokens of theirs to be restored."""
+    requests = []
+    for _ in range(rng.integers(1, 8)):
+        computed, scheduled = int(rng.integers(0, max_computed)), int(rng.integers(1, 50))
+        left = int(rng.integers(0, 3))
+        requests.append(decode(computed + 1) if rng.random() < 0.4 else prefill(computed, scheduled, left))
+    total = sum(r.num_scheduled for r in requests)
+    return requests, rng.permutation(total)[: rng.integers(0, total + 1)].tolist()
+
+
 @dataclass(frozen=True)
 class Layout:
     """How the step is computed."""
