@@ -29,7 +29,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         top_p: keep the smallest set of tokens whose probability reaches top_p, in (0, 1].
         min_p: drop tokens less likely than min_p times the likeliest, in [0, 1].
         seed: makes this request reproducible, whatever shares its batch; None: from the engine's seed.
-        max_tokens: upper limit on generated tokens; None means "until max_model_len".
+        max_tokens: upper limit on generated tokens; None means "until max_model_len". With 0 the prompt is
+            computed, for its log-probabilities or for the prefix cache, and nothing is generated.
         min_tokens: end-of-sequence and stop tokens are suppressed before that many tokens.
         stop: strings that end the text; not part of it.
         stop_token_ids: tokens that end the request, besides the model's end-of-sequence tokens.
@@ -87,7 +88,7 @@ def _check_sampling(p: SamplingParams) -> None:
         ("frequency_penalty", p.frequency_penalty, -2.0, 2.0),
     ]
     if p.max_tokens is not None:
-        in_range.append(("max_tokens", p.max_tokens, 1, 2**31 - 1))
+        in_range.append(("max_tokens", p.max_tokens, 0, 2**31 - 1))
     if p.seed is not None:
         in_range.append(("seed", p.seed, -(2**63), 2**63 - 1))
     if p.logprobs is not None:
@@ -141,6 +142,10 @@ class Request:
     the latest step that holds the request (-1: none yet). `num_cached_tokens` is what was found in the
     prefix cache: at admission, and before that what would have been found on arrival. `block_hashes`
     are those of its first full blocks, as far as somebody asked; they outlive a preemption.
+
+    With `max_tokens` 0 nobody asks what follows the prompt, so its last token is not computed (unless it is
+    the only one): it is no token of the request here, and `target_token_ids` tells the workers what the one
+    before it is to predict.
     """
 
     def __init__(
@@ -161,6 +166,9 @@ class Request:
         self.seed = seed
         self.status = RequestStatus.WAITING
         self.stop_reason: int | str | None = None
+        num_targets = int(max_tokens == 0 and len(prompt_token_ids) > 1)
+        self.target_token_ids = prompt_token_ids[len(prompt_token_ids) - num_targets :]
+        prompt_token_ids = prompt_token_ids[: len(prompt_token_ids) - num_targets]
         self.num_prompt_tokens = len(prompt_token_ids)
         self.num_prefill_tokens = len(prompt_token_ids)
         self.num_computed_tokens = 0
@@ -169,7 +177,7 @@ class Request:
         self.num_preemptions = 0
         self.last_step_id = -1
         self.block_hashes: list[bytes] = []
-        self.all_token_ids: list[int] = list(prompt_token_ids)
+        self.all_token_ids = prompt_token_ids
 
     @property
     def num_tokens(self) -> int:

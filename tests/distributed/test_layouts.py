@@ -216,12 +216,15 @@ def test_too_few_blocks(llm: ThreadLLM, oracle: Oracle) -> None:
     assert [output.outputs[0].token_ids for output in outputs] == [oracle(prompt) for prompt in prompts]
 
 
-def test_prompt_logprobs(llm: ThreadLLM, oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_prompt_logprobs(
+    llm: ThreadLLM, oracle: Oracle, monkeypatch: pytest.MonkeyPatch, max_tokens: int
+) -> None:
     """Restored from all ranks, in order, also when the prompt comes in chunks."""
     reset(llm)
     limit_steps(llm, monkeypatch, 31)
     prompt = oracle.prompt(45, seed=80)
-    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=2, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, prompt_logprobs=2, ignore_eos=True)
     expected = oracle.llm.generate(prompt, params)[0].prompt_logprobs
     actual = llm.generate(prompt, params)[0].prompt_logprobs
     assert actual is not None

@@ -245,7 +245,7 @@ def test_an_empty_text(tiny):
         ({"top_p": 1.1}, ["top_p=1.1"]),
         ({"top_k": -2}, ["top_k=-2"]),
         ({"min_p": 1.5}, ["min_p=1.5"]),
-        ({"max_tokens": 0}, ["max_tokens=0"]),
+        ({"max_tokens": -1}, ["max_tokens=-1"]),
         ({"min_tokens": 5, "max_tokens": 4}, ["min_tokens=5", "max_tokens=4"]),
         ({"logprobs": 21}, ["logprobs=21", "20"]),
         ({"prompt_logprobs": -1}, ["prompt_logprobs=-1"]),

@@ -459,7 +459,7 @@ def test_max_model_len_bounds_the_need_for_blocks():
     ("length", "max_tokens", "message"),
     [
         (0, 1, "'a' has an empty prompt"),
-        (1, 0, "max_tokens=0"),
+        (1, -1, "max_tokens=-1"),
         (10, 1, "the prompt has 10 tokens.*max_model_len=10"),
     ],
 )

@@ -136,7 +136,7 @@ class LLMEngine:
         scheduler = self.schedulers[choose_replica(self.schedulers, requests[0])]
         for request in requests:
             scheduler.add_request(request)
-        self.metrics.num_prompt_tokens += len(token_ids) * len(sample_ids)
+        self.metrics.num_prompt_tokens += sum(request.num_prompt_tokens for request in requests)
 
     def _check_request(self, request_id: str, token_ids: list[int], params: SamplingParams) -> int:
         """ValueError unless the request can be served; returns its limit of generated tokens."""
@@ -148,10 +148,10 @@ class LLMEngine:
             raise ValueError(
                 f"request {request_id}: token id {outside} is outside the vocabulary [0, {vocab_size})"
             )
-        max_tokens = limit - len(token_ids) if params.max_tokens is None else params.max_tokens
-        if len(token_ids) >= limit or len(token_ids) + max_tokens > limit:
+        max_tokens = max(1, limit - len(token_ids)) if params.max_tokens is None else params.max_tokens
+        if len(token_ids) + max_tokens > limit:
             raise ValueError(
-                f"request {request_id}: {len(token_ids)} prompt tokens + max_tokens={max(max_tokens, 1)} "
+                f"request {request_id}: {len(token_ids)} prompt tokens + max_tokens={max_tokens} "
                 f"exceed max_model_len={limit}"
             )
         biased = max(params.logit_bias or {0: 0.0})

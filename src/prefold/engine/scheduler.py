@@ -77,6 +77,7 @@ class Scheduler:
         self._dropped_ids: list[str] = []
         """Finished or preempted since the last step: the workers must drop their state."""
         self._next_step_id = 0
+        self.num_preemptions = 0
 
     # ---------------------------------------------------------------- requests
 
@@ -94,15 +95,16 @@ class Scheduler:
         """Raise ValueError unless the request fits the model and, alone, the KV cache."""
         if num_prompt_tokens < 1:
             raise ValueError(f"request {request_id!r} has an empty prompt")
-        if max_tokens < 1:
-            raise ValueError(f"request {request_id!r}: max_tokens={max_tokens} must be at least 1")
-        if num_prompt_tokens >= self.max_model_len:
+        if max_tokens < 0:
+            raise ValueError(f"request {request_id!r}: max_tokens={max_tokens} must be at least 0")
+        if num_prompt_tokens + min(max_tokens, 1) > self.max_model_len:
+            exceeds = "and with at least one generated token that exceeds" if max_tokens else "which exceeds"
             raise ValueError(
-                f"request {request_id!r}: the prompt has {num_prompt_tokens} tokens, and with at least "
-                f"one generated token that exceeds max_model_len={self.max_model_len}"
+                f"request {request_id!r}: the prompt has {num_prompt_tokens} tokens, {exceeds} "
+                f"max_model_len={self.max_model_len}"
             )
-        # The last generated token is never fed back, so its KV needs no slot.
-        num_slots = min(num_prompt_tokens + max_tokens, self.max_model_len) - 1
+        # The last token, generated or a target, is never computed, so its KV needs no slot.
+        num_slots = max(1, min(num_prompt_tokens + max_tokens, self.max_model_len) - 1)
         needed, pool = self.kv.blocks_for(num_slots), self.kv.pool
         if needed > pool.num_blocks:
             raise ValueError(
@@ -292,9 +294,9 @@ class Scheduler:
             new.append(
                 NewRequestData(
                     request_id=request.request_id,
-                    token_ids=list(request.all_token_ids),
-                    num_prompt_tokens=request.num_prompt_tokens,
-                    num_prefill_tokens=request.num_prefill_tokens,
+                    token_ids=request.all_token_ids + request.target_token_ids,
+                    num_prompt_tokens=request.num_prompt_tokens + len(request.target_token_ids),
+                    num_prefill_tokens=request.num_prefill_tokens + len(request.target_token_ids),
                     num_computed_tokens=num_cached,
                     block_ids=self.kv.block_ids(request),
                     sampling_params=request.sampling_params,
@@ -338,6 +340,10 @@ class Scheduler:
                 assert not sampled, f"{request} was sampled in the middle of its prefill"
                 if request_id in output.prompt_logprobs:
                     events.append((request, []))
+                continue
+            if request.max_tokens == 0:
+                self._finish(request, RequestStatus.FINISHED_LENGTH, None)
+                events.append((request, []))
                 continue
             assert sampled, f"no token was sampled for {request}"
             events.append((request, self._append(request, sampled)))
@@ -412,6 +418,7 @@ class Scheduler:
         self.kv.free(request)
         request.status = RequestStatus.PREEMPTED
         request.num_preemptions += 1
+        self.num_preemptions += 1
         request.num_computed_tokens = 0
         request.num_sent_tokens = 0
         request.num_prefill_tokens = request.num_tokens
