@@ -21,15 +21,13 @@ from prefold.attention.context_parallel import ContextParallelAttention
 from prefold.attention.forms import KVForm, KVForms, prefer_absorbed
 from prefold.attention.plan import RequestWork, StepPlan
 from prefold.attention.queries import LayerQueries
+from prefold.attention.selected import attend_selected
 from prefold.attention.selection import QUERY_BLOCK, KeySelector
 from prefold.attention.walk import CacheReader, Run, Segment, rows_of
 from prefold.config import GQAConfig, MLAConfig
 from prefold.distributed.group import Group
 from prefold.kv_ownership import KVOwnership
 from prefold.workspace import Workspace
-
-GATHER_ELEMENTS = 1 << 20
-"""Elements of selected keys that are copied together, at least one query's: 4 MiB."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,7 +116,7 @@ class SparseAttention(ContextParallelAttention):
 
         if rows.index is not None:
             self._select(rows.index, cache[..., mla.token_dim :])
-        self._attend_selected(q, forms.absorbed, latents, out)
+        self._attend_selected(q, forms.absorbed, self._kv_cache[layer_idx], out)
         return out.flatten(1)
 
     def _select(self, index: IndexQueries, index_keys: torch.Tensor) -> None:
@@ -131,10 +129,11 @@ class SparseAttention(ContextParallelAttention):
             self._selector.select(index, part.run, keys, self._selected[part.rows])
 
     def _attend_selected(
-        self, q: torch.Tensor, absorbed: KVForm, latents: torch.Tensor, out: torch.Tensor
+        self, q: torch.Tensor, absorbed: KVForm, cache: torch.Tensor, out: torch.Tensor
     ) -> None:
         assert self._selected is not None, "the first layer of a stage has an indexer"
         mla, workspace = self._mla, self._workspace
+        by_slot = cache.view(-1, cache.shape[-1])
         for part in self._sparse:
             for start in range(0, part.rows.stop - part.rows.start, QUERY_BLOCK):
                 end = min(start + QUERY_BLOCK, part.rows.stop - part.rows.start)
@@ -143,36 +142,16 @@ class SparseAttention(ContextParallelAttention):
                 latent_q = workspace.get("sparse.latent_q", (*shape, mla.token_dim), torch.float32)
                 absorbed.queries(q[tokens], latent_q)
                 latent_out = workspace.get("sparse.latent_out", (*shape, mla.kv_lora_rank), torch.float32)
-                selected = self._selected[part.rows][start:end]
-                self._attend_block(latent_q, selected, part.block_ids, latents, latent_out)
+                lse = workspace.get("sparse.lse", shape, torch.float32)
+                slots = self._slots(self._selected[part.rows][start:end], part.block_ids)
+                attend_selected(latent_q, slots, by_slot, self._scale, latent_out, lse, workspace)
                 absorbed.results(latent_out, out[tokens])
 
-    def _attend_block(
-        self,
-        q: torch.Tensor,
-        selected: torch.Tensor,
-        block_ids: torch.Tensor,
-        latents: torch.Tensor,
-        out: torch.Tensor,
-    ) -> None:
-        """q [n, heads, token_dim] over positions `selected` [n, topk] -> out [n, heads, kv_lora_rank]."""
-        (_, block_size, dim), num_heads = latents.shape, q.shape[1]
-        by_slot = latents.view(-1, dim)
-        positions = selected.long()
-        slots = block_ids[positions // block_size] * block_size + positions % block_size
-        size = max(1, GATHER_ELEMENTS // (self._topk * dim))
-        for start in range(0, len(q), size):
-            rows = slots[start : start + size]
-            keys = self._workspace.get("sparse.rows", (rows.numel(), dim), latents.dtype)
-            torch.index_select(by_slot, 0, rows.flatten(), out=keys)
-            if keys.dtype != torch.float32:
-                keys = self._workspace.get("sparse.keys", keys.shape, torch.float32).copy_(keys)
-            keys = keys.view(len(rows), self._topk, dim)
-            shape = (len(rows), num_heads, self._topk)
-            scores = self._workspace.get("sparse.scores", shape, torch.float32)
-            torch.bmm(q[start : start + size], keys.transpose(1, 2), out=scores)
-            torch.softmax(scores.mul_(self._scale), dim=-1, out=scores)
-            torch.bmm(scores, keys[..., : self._mla.kv_lora_rank], out=out[start : start + size])
+    def _slots(self, positions: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
+        """Where the cache has a request's tokens; any shape."""
+        block_size = self._kv_cache.shape[2]
+        positions = positions.long()
+        return block_ids[positions // block_size] * block_size + positions % block_size
 
 
 def dense_part(work: RequestWork, topk: int, mla: MLAConfig) -> RequestWork | None:
