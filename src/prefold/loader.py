@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -13,7 +13,9 @@ from safetensors import SafetensorError, safe_open
 from prefold.checkpoint_files import TensorEntry, check_checkpoint_files
 from prefold.layers.weight import Weight
 from prefold.quantization.catalog import StoredTensor, catalog
+from prefold.quantization.gguf_tensors import GGUFTensors
 from prefold.quantization.scheme import read_scheme
+from prefold.quantization.source import OpenTensor, Read, WeightSource
 from prefold.quantization.tensors import BlockScaledTensor
 
 SHOWN = 5
@@ -26,26 +28,6 @@ class Loadable(Protocol):
     def weights(self, names: Container[str]) -> Iterable[Weight]: ...
 
     def ignorable(self, name: str) -> bool: ...
-
-
-Read = Callable[[tuple[slice, ...], torch.Tensor], None]
-"""read(slices, out): that part of a tensor into `out`, converted to its dtype."""
-
-
-class WeightSource(Protocol):
-    """Where weights come from. Tensors have the names of Hugging Face checkpoints, whatever the file's."""
-
-    @property
-    def name(self) -> str:
-        """For messages."""
-        ...
-
-    @property
-    def tensors(self) -> Mapping[str, StoredTensor]: ...
-
-    def open(self, names: Iterable[str]) -> Iterator[tuple[str, Read]]:
-        """Each of `names` in the order in which they are best read, readable until the next is asked for."""
-        ...
 
 
 def load_weights(
@@ -61,16 +43,22 @@ def load_weights(
 
     A tensor that a model names without a part for itself is checked and not read.
     """
-    opened = SafetensorsSource(source) if isinstance(source, str | Path) else source
+    opened = open_source(source) if isinstance(source, str | Path) else source
     weights = {weight.name: weight for weight in model.weights(opened.tensors.keys())}
     _check(weights, opened, model)
     needed = [weight.name for weight in weights.values() if weight.parts]
-    for done, (name, read) in enumerate(opened.open(needed), 1):
+    for done, (name, tensor) in enumerate(opened.open(needed), 1):
         for slices, destination in weights[name].parts:
             if destination.numel():
-                read(slices, destination)
+                tensor.read(slices, destination)
         if progress is not None:
             progress(done, len(needed))
+
+
+def open_source(path: str | Path) -> WeightSource:
+    """The weights of a checkpoint folder, or of a GGUF file. ValueError as of the class that reads it."""
+    path = Path(path)
+    return GGUFTensors(path) if path.suffix == ".gguf" else SafetensorsSource(path)
 
 
 class SafetensorsSource:
@@ -81,7 +69,7 @@ class SafetensorsSource:
         self._entries: dict[str, TensorEntry] = check_checkpoint_files(folder)
         self.tensors = catalog(self._entries, read_scheme(folder))
 
-    def open(self, names: Iterable[str]) -> Iterator[tuple[str, Read]]:
+    def open(self, names: Iterable[str]) -> Iterator[tuple[str, OpenTensor]]:
         """See `WeightSource`: file by file. Scales may lie in other files than their weights."""
         by_file: dict[Path, list[StoredTensor]] = {}
         for name in names:
@@ -93,7 +81,7 @@ class SafetensorsSource:
                 for tensor in tensors:
                     for file in {self._entries[part].file for part in tensor.parts} - files.keys():
                         files[file] = stack.enter_context(_opened(file))
-                    yield tensor.name, self._reader(tensor, files)
+                    yield tensor.name, OpenTensor(self._reader(tensor, files))
 
     def _reader(self, tensor: StoredTensor, files: dict[Path, safe_open]) -> Read:
         parts = [(files[self._entries[part].file], part) for part in tensor.parts]

@@ -6,7 +6,7 @@ The gguf package parses the file and dequantises; here are names, the order of r
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from prefold.quantization.catalog import StoredTensor
+from prefold.quantization.source import OpenTensor, Read
 from prefold.quantization.tensors import TILE
 
 TENSOR_NAMES = {
@@ -42,7 +43,7 @@ AUXILIARY = ("rope_freqs.weight",)
 
 
 class GGUFTensors:
-    """One GGUF file; a `loader.WeightSource`.
+    """One GGUF file; a `WeightSource`.
 
     Attributes:
         tensors: weights by Hugging Face name; an unknown one keeps its name.
@@ -75,12 +76,10 @@ class GGUFTensors:
             return default
         return self._fields[key].contents()
 
-    def open(
-        self, names: Iterable[str]
-    ) -> Iterator[tuple[str, Callable[[tuple[slice, ...], torch.Tensor], None]]]:
-        """See `loader.WeightSource`."""
+    def open(self, names: Iterable[str]) -> Iterator[tuple[str, OpenTensor]]:
+        """See `WeightSource`."""
         for name in names:
-            yield name, self._reader(name)
+            yield name, OpenTensor(self._reader(name))
 
     def whole(self, name: str) -> torch.Tensor:
         """A whole tensor in float32; ValueError for a type that is not supported."""
@@ -99,7 +98,7 @@ class GGUFTensors:
         """A tensor of two dims as a `QuantizedTensor`."""
         return GGUFMatrix(self._stored[name], self._row_order(name))
 
-    def _reader(self, name: str) -> Callable[[tuple[slice, ...], torch.Tensor], None]:
+    def _reader(self, name: str) -> Read:
         matrix = self.matrix(name)
         if len(shape_of(self._stored[name])) == 1:
             return lambda slices, out: matrix.dequantize(slices[0], slice(0, 1), out[:, None])

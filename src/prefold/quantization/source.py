@@ -1,0 +1,41 @@
+"""Where weights come from: named tensors, each stored plain or quantised, in whatever kind of file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from prefold.quantization.catalog import StoredTensor
+
+Read = Callable[[tuple[slice, ...], torch.Tensor], None]
+"""read(slices, out): that part of a tensor into `out`, converted to its dtype."""
+
+
+@dataclass(frozen=True)
+class OpenTensor:
+    """A tensor that can be read now.
+
+    Attributes:
+        read: any part of it as floats.
+    """
+
+    read: Read
+
+
+class WeightSource(Protocol):
+    """A checkpoint. Tensors have the names of Hugging Face checkpoints, whatever the file's."""
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        ...
+
+    @property
+    def tensors(self) -> Mapping[str, StoredTensor]: ...
+
+    def open(self, names: Iterable[str]) -> Iterator[tuple[str, OpenTensor]]:
+        """Each of `names` in the order in which they are best read, readable until the next is asked for."""
+        ...
