@@ -49,6 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint_files": set(),
     "tokenizer": set(),
     "step": {"request"},
+    "metrics": {"step"},
     "control": {"config"},
     "hf_config": {"config", "checkpoint_files", "quantization.scheme"},
     "quantization": {"checkpoint_files"},

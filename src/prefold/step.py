@@ -78,6 +78,12 @@ class StepStats(msgspec.Struct, array_like=True):
     """Bytes this rank put on the wire (or into shared memory) by collective, e.g. 'pcp.all_gather'."""
     calls: dict[str, int] = {}
     """Collectives this rank took part in, under the same names."""
+    collective_s: dict[str, float] = {}
+    """Seconds that this rank spent in them, under the same names: mostly waiting for other ranks."""
+    layer_s: list[float] = []
+    """Seconds per layer of this rank's stage, in their order; their sum is less than `forward_s`."""
+    ways: dict[str, int] = {}
+    """Requests with cached context by how it was attended (`attention.context_ways`), all ranks' requests."""
 
 
 class ModelRunnerOutput(msgspec.Struct, array_like=True):
