@@ -20,8 +20,9 @@ class GGUFSource:
     def __init__(self, path: Path):
         self.name = path.name
         self.path = path
-        self._file = GGUFTensors(path)
-        self._field, self._tensors = self._file.field, self._file.tensors
+        self._weights = GGUFTensors(path)
+        self._file, self._tensors = self._weights.file, self._weights.tensors
+        self._field = self._file.field
         self.architecture = self._file.architecture
         self.spec = self._read_spec()
 
@@ -29,7 +30,7 @@ class GGUFSource:
         return set(self._tensors)
 
     def tensor(self, name: str) -> torch.Tensor:
-        return self._file.whole(name)
+        return self._weights.whole(name)
 
     def _read_spec(self) -> LlamaSpec:
         arch = self.architecture
@@ -84,7 +85,7 @@ class GGUFSource:
             raise ValueError(
                 f"{self.name}: rope scaling {scaling!r} cannot be read from GGUF (none, linear can)"
             )
-        factors = self._file.auxiliary("rope_freqs.weight")
+        factors = self._weights.auxiliary("rope_freqs.weight")
         if factors is not None:
             waves = waves * factors
         return tuple(waves.tolist())

@@ -1,6 +1,6 @@
 """Tensors of a GGUF file under Hugging Face names, any part of each as floats.
 
-The gguf package parses the file and dequantises; here are names, the order of rows, and slices.
+`gguf_file` parses the file and the gguf package dequantises; here are names, the order of rows, and slices.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
+from prefold.gguf_file import GGUFFile, GGUFTensor
 from prefold.quantization.catalog import StoredTensor
 from prefold.quantization.source import OpenTensor, Read
 from prefold.quantization.tensors import TILE
@@ -35,7 +35,7 @@ TENSOR_NAMES = {
 }
 """GGUF name of a module -> Hugging Face name."""
 
-PERMUTED_ARCHITECTURES = ("llama",)
+PERMUTED_ARCHITECTURES = ("llama", "smollm3")
 """Whose files keep the rows of q_proj and k_proj in the order that rotates neighbours."""
 
 AUXILIARY = ("rope_freqs.weight",)
@@ -43,7 +43,7 @@ AUXILIARY = ("rope_freqs.weight",)
 
 
 class GGUFTensors:
-    """One GGUF file; a `WeightSource`.
+    """A GGUF file, or all parts of one; a `WeightSource`.
 
     Attributes:
         tensors: weights by Hugging Face name; an unknown one keeps its name.
@@ -51,30 +51,14 @@ class GGUFTensors:
 
     def __init__(self, path: str | Path) -> None:
         """ValueError if the file cannot be parsed."""
-        from gguf import GGUFReader
-
-        path = Path(path)
-        self.name = path.name
-        try:
-            reader = GGUFReader(path)
-        except ValueError as error:
-            raise ValueError(f"{path} cannot be read as GGUF: {error}") from error
-        self._fields = reader.fields
-        self._stored = {hf_name(tensor.name): tensor for tensor in reader.tensors}
-        self.architecture = str(self.field("general.architecture", required=True))
+        self.file = GGUFFile(path)
+        self.name = self.file.path.name
+        self._stored = {hf_name(tensor.name): tensor for tensor in self.file.tensors.values()}
         self.tensors = {
-            name: StoredTensor(name, shape_of(stored), (stored.name,), problem=_problem(stored))
+            name: StoredTensor(name, stored.shape, (stored.name,), problem=stored.problem)
             for name, stored in self._stored.items()
             if name not in AUXILIARY
         }
-
-    def field(self, key: str, default: Any = None, required: bool = False) -> Any:
-        """A value of the file's metadata; ValueError if a required one is missing."""
-        if key not in self._fields:
-            if required:
-                raise ValueError(f"{self.name}: GGUF metadata lacks {key!r}")
-            return default
-        return self._fields[key].contents()
 
     def open(self, names: Iterable[str]) -> Iterator[tuple[str, OpenTensor]]:
         """See `WeightSource`."""
@@ -84,9 +68,9 @@ class GGUFTensors:
     def whole(self, name: str) -> torch.Tensor:
         """A whole tensor in float32; ValueError for a type that is not supported."""
         stored = self._stored[name]
-        if problem := _problem(stored):
-            raise ValueError(f"{self.name}: {problem}")
-        out = torch.empty(shape_of(stored))
+        if stored.problem:
+            raise ValueError(f"{self.name}: {stored.problem}")
+        out = torch.empty(stored.shape)
         self._reader(name)(tuple(slice(0, n) for n in out.shape), out)
         return out
 
@@ -100,34 +84,33 @@ class GGUFTensors:
 
     def _reader(self, name: str) -> Read:
         matrix = self.matrix(name)
-        if len(shape_of(self._stored[name])) == 1:
+        if len(self._stored[name].shape) == 1:
             return lambda slices, out: matrix.dequantize(slices[0], slice(0, 1), out[:, None])
         return lambda slices, out: matrix.dequantize(slices[0], slices[1], out)
 
     def _row_order(self, name: str) -> np.ndarray | None:
-        arch = self.architecture
         module = name.split(".")[-2] if "." in name else ""
-        if arch not in PERMUTED_ARCHITECTURES or module not in ("q_proj", "k_proj"):
+        if self.file.architecture not in PERMUTED_ARCHITECTURES or module not in ("q_proj", "k_proj"):
             return None
-        heads = self.field(f"{arch}.attention.head_count", required=True)
+        heads = self.file.model_field("attention.head_count", required=True)
         if module == "k_proj":
-            heads = self.field(f"{arch}.attention.head_count_kv", heads)
-        return row_order(shape_of(self._stored[name])[0], heads)
+            heads = self.file.model_field("attention.head_count_kv", heads)
+        return row_order(self._stored[name].shape[0], heads)
 
 
 class GGUFMatrix:
     """A tensor of a GGUF file as a `QuantizedTensor`; one of one dim [n] is taken as [n, 1].
 
     Args:
-        stored: as gguf's reader gives it, of one or two dims.
+        stored: of one or two dims.
         order: [rows] which row of the file each row is; None: the same.
     """
 
-    def __init__(self, stored: Any, order: np.ndarray | None) -> None:
+    def __init__(self, stored: GGUFTensor, order: np.ndarray | None) -> None:
         from gguf import GGML_QUANT_SIZES
 
-        self._type, self._order = stored.tensor_type, order
-        shape = shape_of(stored)
+        self._type, self._order = stored.kind, order
+        shape = stored.shape
         assert len(shape) <= 2
         self._shape = (*shape, 1)[:2]
         self._data = stored.data if len(shape) == 2 else stored.data.reshape(self._shape[0], -1)
@@ -181,24 +164,3 @@ def row_order(num_rows: int, num_heads: int) -> np.ndarray:
     [0, 2, 1, 3, 4, 6, 5, 7]
     """
     return np.arange(num_rows).reshape(num_heads, -1, 2).swapaxes(1, 2).reshape(-1)
-
-
-def shape_of(stored: Any) -> tuple[int, ...]:
-    """Shape of a tensor of gguf's reader, in Hugging Face's order of dims."""
-    return tuple(int(n) for n in reversed(stored.shape))
-
-
-def _problem(stored: Any) -> str | None:
-    """What keeps a tensor from being read: found by dequantising no more than a block of zeros."""
-    from gguf import GGML_QUANT_SIZES, quants
-
-    kind = stored.tensor_type
-    block, block_bytes = GGML_QUANT_SIZES[kind]
-    dims = len(stored.shape)
-    if dims > 2 or (dims == 1 and block > 1):
-        return f"{stored.name} has {dims} dims in type {kind.name}, which is not supported"
-    try:
-        quants.dequantize(np.zeros((1, block_bytes), np.uint8), kind)
-    except NotImplementedError as error:
-        return f"{stored.name} has type {kind.name}, which is not supported: {error}"
-    return None
