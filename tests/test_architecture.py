@@ -105,31 +105,12 @@ MAY_IMPORT: dict[str, set[str]] = {
 MAY_IMPORT_ANYTHING = {"testing"}
 """And nothing imports it."""
 
-NO_TORCH = {
-    "config",
-    "control",
-    "request",
-    "step",
-    "kv_spec",
-    "kv_ownership",
-    "hf_config",
-    "hardware",
-    "metrics",
-    "checkpoint_files",
-    "gguf_file",
-    "quantization.formats",
-    "quantization.scheme",
-    "quantization.catalog",
-    "flops",
-    "traffic",
-    "tokenizer",
-    "distributed.mesh",
-    "distributed.pcp_layout",
-    "distributed.layouts",
-    "distributed.stages",
-    "engine",
-    "cli",
-}
+NO_TORCH = (
+    {"checkpoint_files", "gguf_file", "quantization.formats", "quantization.scheme", "quantization.catalog"}
+    | {"flops", "traffic", "tokenizer", "engine", "cli"}
+    | FOUNDATION
+    | RANK_ARITHMETIC
+)
 """Never import torch themselves, and importing them must not bring it in."""
 
 TORCH = {"torch", "transformers", "tokenizers", "safetensors"}
