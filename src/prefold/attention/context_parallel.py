@@ -14,6 +14,7 @@ tokens that all ranks of a DCP group compute (attention.shared_decode).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 
@@ -31,10 +32,11 @@ from prefold.kv_ownership import KVOwnership
 from prefold.workspace import Workspace
 
 
-class ContextParallelAttention:
-    """The AttentionContext of a rank: one object for all steps, one `StepPlan` each.
+@dataclass(frozen=True, eq=False)
+class AttentionSetup:
+    """What a rank's attention is made of.
 
-    Args:
+    Attributes:
         kv_cache: [num_layers, num_blocks, block_size, token_dim] in the cache's dtype.
         groups: this rank's; used are pcp, dcp, dcp_pcp and dcp_tp.
         ownership: which rank of the DCP group holds which token.
@@ -42,30 +44,34 @@ class ContextParallelAttention:
         compute_dtype: dtype of projections and of the result.
     """
 
-    def __init__(
-        self,
-        attention: MLAConfig | GQAConfig,
-        scale: float,
-        kv_cache: torch.Tensor,
-        groups: Mapping[str, Group],
-        ownership: KVOwnership,
-        backend: AttentionBackend,
-        workspace: Workspace,
-        tile_tokens: int,
-        compute_dtype: torch.dtype,
-    ) -> None:
-        self._attention = attention
-        self._scale = scale
-        self._kv_cache = kv_cache
+    attention: MLAConfig | GQAConfig
+    scale: float
+    kv_cache: torch.Tensor
+    groups: Mapping[str, Group]
+    ownership: KVOwnership
+    backend: AttentionBackend
+    workspace: Workspace
+    tile_tokens: int
+    compute_dtype: torch.dtype
+
+
+class ContextParallelAttention:
+    """The AttentionContext of a rank: one object for all steps, one `StepPlan` each."""
+
+    def __init__(self, setup: AttentionSetup) -> None:
+        groups, ownership = setup.groups, setup.ownership
+        self._attention = setup.attention
+        self._scale = setup.scale
+        self._kv_cache = setup.kv_cache
         self._groups = groups
         # Queries travel to the ranks that hold other parts of the context: other shards, or else
         # replicas, of which each takes a slice.
         self._travel_group = groups["pcp" if ownership.dcp_size == 1 else "dcp"]
         self._heads_differ = ownership.dcp_size > groups["pcp"].size
-        self._backend = backend
-        self._workspace = workspace
-        self._walker = Walker(backend, tile_tokens)
-        self._compute_dtype = compute_dtype
+        self._backend = setup.backend
+        self._workspace = setup.workspace
+        self._walker = Walker(setup.backend, setup.tile_tokens)
+        self._compute_dtype = setup.compute_dtype
         self._plan: StepPlan | None = None
 
     def begin_step(self, plan: StepPlan) -> None:

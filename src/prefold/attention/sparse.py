@@ -11,23 +11,20 @@ A selection is made by the layers that have an indexer and used by those after i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from prefold.attention.backend import AttentionBackend, HeadRows, IndexQueries, LatentRows
-from prefold.attention.context_parallel import ContextParallelAttention
+from prefold.attention.backend import HeadRows, IndexQueries, LatentRows
+from prefold.attention.context_parallel import AttentionSetup, ContextParallelAttention
 from prefold.attention.forms import KVForm, KVForms, prefer_absorbed
 from prefold.attention.plan import RequestWork, StepPlan
 from prefold.attention.queries import LayerQueries
 from prefold.attention.selected import attend_selected
 from prefold.attention.selection import QUERY_BLOCK, KeySelector
 from prefold.attention.walk import CacheReader, Run, Segment, rows_of
-from prefold.config import GQAConfig, MLAConfig
-from prefold.distributed.group import Group
-from prefold.kv_ownership import KVOwnership
-from prefold.workspace import Workspace
+from prefold.config import MLAConfig
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,29 +43,17 @@ class SparseRun:
 
 
 class SparseAttention(ContextParallelAttention):
-    """The AttentionContext of a rank for models with an indexer. Arguments are ContextParallelAttention's."""
+    """The AttentionContext of a rank for models with an indexer."""
 
-    def __init__(
-        self,
-        attention: MLAConfig | GQAConfig,
-        scale: float,
-        kv_cache: torch.Tensor,
-        groups: Mapping[str, Group],
-        ownership: KVOwnership,
-        backend: AttentionBackend,
-        workspace: Workspace,
-        tile_tokens: int,
-        compute_dtype: torch.dtype,
-    ) -> None:
-        super().__init__(
-            attention, scale, kv_cache, groups, ownership, backend, workspace, tile_tokens, compute_dtype
-        )
+    def __init__(self, setup: AttentionSetup) -> None:
+        super().__init__(setup)
+        attention = setup.attention
         assert isinstance(attention, MLAConfig)
         assert attention.dsa is not None
-        assert ownership.dcp_size == 1, "refused at start-up"
+        assert setup.ownership.dcp_size == 1, "refused at start-up"
         self._mla = attention
         self._topk = attention.dsa.index_topk
-        self._selector = KeySelector(self._topk, tile_tokens, workspace)
+        self._selector = KeySelector(self._topk, setup.tile_tokens, setup.workspace)
         self._dense: list[RequestWork] = []
         self._sparse: list[SparseRun] = []
         self._selected: torch.Tensor | None = None

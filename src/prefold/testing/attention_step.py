@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from prefold.attention.backend import LatentRows
-from prefold.attention.context_parallel import ContextParallelAttention
+from prefold.attention.context_parallel import AttentionSetup, ContextParallelAttention
 from prefold.attention.context_ways import ContextWays
 from prefold.attention.plan import StepPlan
 from prefold.attention.torch_backend import TorchBackend
@@ -220,17 +220,18 @@ def run_rank(groups: dict[str, ThreadGroup], step: Step, wanted: np.ndarray) -> 
     states.apply(output)
     manager = PCPManager(as_groups, ownership, layout.ways, layout.min_split, cache, workspace)
     backend = TorchBackend(workspace, torch.device("cpu"))
-    attention = ContextParallelAttention(
-        layout.mla,
-        SCALE,
-        cache,
-        as_groups,
-        ownership,
-        backend,
-        workspace,
-        layout.tile,
-        torch.float32,
+    setup = AttentionSetup(
+        attention=layout.mla,
+        scale=SCALE,
+        kv_cache=cache,
+        groups=as_groups,
+        ownership=ownership,
+        backend=backend,
+        workspace=workspace,
+        tile_tokens=layout.tile,
+        compute_dtype=torch.float32,
     )
+    attention = ContextParallelAttention(setup)
     batch = GlobalBatch.build(states, output, ownership, dcp_rank)
     parts = manager.partition(batch)
     local = manager.input_batch(batch, parts, states)

@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from prefold.attention.context_parallel import ContextParallelAttention
+from prefold.attention.context_parallel import AttentionSetup, ContextParallelAttention
 from prefold.attention.context_ways import ContextWays
 from prefold.attention.sparse import SparseAttention
 from prefold.attention.torch_backend import TorchBackend
@@ -84,15 +84,17 @@ class ModelRunner:
         model, workspace = self._config.model, self.workspace
         form = SparseAttention if model.dsa is not None else ContextParallelAttention
         return form(
-            model.attention,
-            model.softmax_scale,
-            self.kv_cache,
-            self._groups,
-            self._ownership,
-            TorchBackend(workspace, self.kv_cache.device),
-            workspace,
-            self._config.runtime.context_workspace_tokens,
-            compute_dtype,
+            AttentionSetup(
+                attention=model.attention,
+                scale=model.softmax_scale,
+                kv_cache=self.kv_cache,
+                groups=self._groups,
+                ownership=self._ownership,
+                backend=TorchBackend(workspace, self.kv_cache.device),
+                workspace=workspace,
+                tile_tokens=self._config.runtime.context_workspace_tokens,
+                compute_dtype=compute_dtype,
+            )
         )
 
     def _expert_parallel(self) -> ExpertParallel | None:
