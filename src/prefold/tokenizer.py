@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import inspect
 import json
 import re
 from pathlib import Path
@@ -78,20 +79,56 @@ class Tokenizer:
             text = self._texts[token_id] = self.decode([token_id], skip_special_tokens=False)
         return text
 
-    def apply_chat_template(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True) -> str:
+    def bytes_of(self, token_id: int) -> bytes:
+        """Bytes that a token stands for, which may be a part of a character; none beyond the vocabulary."""
+        token = self._token(token_id)
+        if token is None:
+            return b""
+        if _BYTE_TOKEN.fullmatch(token):
+            return bytes([int(token[3:5], 16)])
+        if self._byte_of is not None and token_id not in self._special_ids:
+            return self.token_bytes(token)
+        return self.token_text(token_id).encode("utf-8")
+
+    def apply_chat_template(
+        self,
+        messages: list[dict[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        template_kwargs: dict[str, Any] | None = None,
+    ) -> str:
         """The prompt text of a conversation; encode it with `add_special_tokens=False`.
+
+        Args:
+            tools: functions that the model may call, as OpenAI's API has them.
+            continue_final_message: leave the last message open, so that the model goes on with it.
+            chat_template: used instead of the checkpoint's.
+            template_kwargs: more variables for the template.
 
         Raises:
             ValueError: the checkpoint has no chat template, or the template refuses the messages.
         """
-        if not self.hf.chat_template:
+        if not (chat_template or self.hf.chat_template):
             raise ValueError(
                 "this checkpoint's tokenizer has no chat template (chat_template in tokenizer_config.json, "
                 "or chat_template.jinja): pass a plain prompt instead of messages"
             )
+        # A template among the variables would be run, so only what the method does not know itself passes.
+        taken = (template_kwargs or {}).keys() & inspect.signature(self.hf.apply_chat_template).parameters
+        if taken:
+            raise ValueError(f"{min(taken)!r} is no variable of a chat template")
         try:
             return self.hf.apply_chat_template(
-                messages, add_generation_prompt=add_generation_prompt, tokenize=False
+                messages,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                chat_template=chat_template,
+                tokenize=False,
+                **(template_kwargs or {}),
             )
         except Exception as error:  # Jinja raises its own errors and whatever the template calls
             raise ValueError(f"the chat template refuses these messages: {error}") from error
