@@ -31,6 +31,7 @@ FOUNDATION = {
     "hf_config",
     "hardware",
     "metrics",
+    "tracing",
 }
 RANK_ARITHMETIC = {
     "distributed.mesh",
@@ -51,6 +52,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tokenizer": set(),
     "step": {"request"},
     "metrics": {"step"},
+    "tracing": set(),
     "control": {"config"},
     "hf_config": {"config", "checkpoint_files", "quantization.scheme"},
     "quantization": {"checkpoint_files", "gguf_file"},
@@ -93,6 +95,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "request",
         "step",
         "traffic",
+        "tracing",
         "workspace",
     }
     | RANK_ARITHMETIC,

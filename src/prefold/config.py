@@ -317,6 +317,7 @@ class RuntimeConfig:
         context_attention: how prefill rows attend to cached context: "auto" (by cost), or one way
             forced where it is possible: "local", "sliced", "query" or "kv" (attention.context_ways).
         check_step_plans: ranks compare a hash of each step's plan.
+        trace: file for a trace of all steps (tracing); empty: none.
     """
 
     device: str = "cpu"
@@ -330,6 +331,7 @@ class RuntimeConfig:
     debug_poison: bool = False
     context_attention: str = "auto"
     check_step_plans: bool = True
+    trace: str = ""
 
 
 @dataclass(frozen=True)

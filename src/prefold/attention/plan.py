@@ -89,6 +89,8 @@ class StepPlan:
         travel, kv_tiles: contexts that are not attended in place.
         sent_decode: [P] decode tokens whose KV each PCP rank sends to the other units, after the step.
         sent_decode_slots: per PCP rank, where this rank holds them, int64; empty if it does not.
+        ways: requests of all ranks that have cached context, by how it is attended (attention.context_ways,
+            or "shared": decode requests that a whole unit computes). For statistics.
     """
 
     num_tokens: int
@@ -103,6 +105,7 @@ class StepPlan:
     kv_tiles: tuple[KVTile, ...]
     sent_decode: np.ndarray
     sent_decode_slots: tuple[torch.Tensor, ...]
+    ways: dict[str, int]
 
     @property
     def num_new_tokens(self) -> int:

@@ -81,6 +81,8 @@ class EngineOptions:
             the others are used wherever they are possible.
         check_step_plans: Ranks compare the plan of every step, and fail if it differs. auto does where ranks
             share memory, which makes it cheap.
+        trace: Write a trace of all steps on all ranks to this file when the engine ends, to be opened in
+            Perfetto (ui.perfetto.dev) or chrome://tracing.
     """
 
     tensor_parallel_size: Annotated[int, arg(aliases=["-tp"], metavar="N")] = 1
@@ -118,6 +120,7 @@ class EngineOptions:
     debug_poison: Flag = False
     context_attention: Literal["auto", "local", "sliced", "query", "kv"] = "auto"
     check_step_plans: Literal["auto", "on", "off"] = "auto"
+    trace: Annotated[str | None, text("FILE")] = None
 
     def for_llm(self, **changes: Any) -> dict[str, Any]:
         """Keyword arguments of `LLM`, some of them changed."""

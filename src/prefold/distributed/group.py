@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Protocol, TypeVar
@@ -136,6 +137,8 @@ class Group:
         traffic: `{"<name>.<op>": [calls, bytes]}`; bytes are what this rank hands to the collective
             (`x.nbytes`; for a broadcast only at its source; for an all-to-all only rows to other
             ranks; nothing for recv), whatever the transport makes of them.
+        seconds: spent in calls and in their `wait`, under the same names, and recv: mostly waiting.
+        spans: if a list, each of these appends (name, start, end) by `time.perf_counter`.
         step: of the engine, for error messages; see `begin_step`.
         trace: if a list, each call that is made appends (name, op, shape, dtype). The shape of an
             all-to-all is (capacity, width): how many rows go where is nothing that ranks agree on.
@@ -158,6 +161,8 @@ class Group:
         self.size = len(self.ranks)
         self.transport = transport
         self.traffic: dict[str, list[int]] = {}
+        self.seconds: dict[str, float] = {}
+        self.spans: list[tuple[str, float, float]] | None = None
         self.step: int | None = None
         self.trace: list[tuple[str, str, tuple[int, ...], str]] | None = None
         self._timeout_s = timeout_s
@@ -295,10 +300,12 @@ class Group:
         sequence, step = self._sequence, self.step
 
         def wait() -> list[torch.Tensor]:
+            started = time.perf_counter()
             try:
                 parts = pending.wait()
             except (RanksMissing, CollectiveError) as error:
                 raise self._explained(error, op, sequence, step) from error
+            self._note_time(op, started)
             return parts if shape is None else [part.view(shape) for part in parts]
 
         return wait
@@ -321,10 +328,19 @@ class Group:
         if self.trace is not None:
             dtype = "" if x is None else str(x.dtype)
             self.trace.append((self.name, op, shape or (() if x is None else tuple(x.shape)), dtype))
+        started = time.perf_counter()
         try:
-            return run(self._collectives)
+            result = run(self._collectives)
         except (RanksMissing, CollectiveError) as error:
             raise self._explained(error, op, self._sequence, self.step) from error
+        self._note_time(op, started)
+        return result
+
+    def _note_time(self, op: str, started: float) -> None:
+        ended, key = time.perf_counter(), f"{self.name}.{op}"
+        self.seconds[key] = self.seconds.get(key, 0.0) + ended - started
+        if self.spans is not None:
+            self.spans.append((key, started, ended))
 
     def _explained(
         self, error: RanksMissing | CollectiveError, op: str, sequence: int, step: int | None

@@ -19,6 +19,7 @@ from prefold.config import (
 from prefold.distributed.layouts import check_layout, fullest_kv_spec
 from prefold.hardware import available_cores, available_memory, fast_bfloat16
 from prefold.hf_config import load_model_config
+from prefold.tracing import checked_trace_path
 
 logger = logging.getLogger("prefold")
 
@@ -113,6 +114,8 @@ class EngineArgs:
     check_step_plans: str = "auto"
     """Ranks compare a checksum of every step's plan, and fail if it differs: on, off, or auto (where ranks
     of a stage share memory, which makes it cheap)."""
+    trace: str | None = None
+    """File for a trace of all steps on all ranks of this machine, for Perfetto or chrome://tracing."""
 
     def resolve(self) -> EngineConfig:
         """Read the checkpoint's config and settle every setting.
@@ -273,6 +276,7 @@ class EngineArgs:
             debug_poison=self.debug_poison,
             context_attention=self.context_attention,
             check_step_plans=self._checks_plans(parallel),
+            trace="" if self.trace is None else checked_trace_path(self.trace),
         )
 
     def _checks_plans(self, parallel: ParallelConfig) -> bool:

@@ -11,7 +11,7 @@ stream: the same numbers, bit for bit, from which the next layer of a whole mode
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -89,6 +89,9 @@ class Decoder(nn.Module):
     Args:
         layers: consecutive layers of this stage, by their numbers in the checkpoint.
         experts: who holds which experts; None: every TP rank has a part of each.
+
+    Attributes:
+        layer_begins: called with a layer's place on this rank before it is computed, for whoever measures.
     """
 
     def __init__(
@@ -124,6 +127,7 @@ class Decoder(nn.Module):
         self.head = None
         if is_last:
             self.head = self.embedding if tied and is_first else vocab_parallel()
+        self.layer_begins: Callable[[int], object] = lambda layer_idx: None
 
     def forward(
         self,
@@ -156,8 +160,9 @@ class Decoder(nn.Module):
             assert hidden.shape == shape, (hidden.shape, shape)
             residual = hidden
         delta = None
-        for layer in self.layers.values():
+        for layer_idx, layer in enumerate(self.layers.values()):
             assert isinstance(layer, DecoderLayer)
+            self.layer_begins(layer_idx)
             x = _add_norm(layer.input_norm, residual, delta, normed)
             delta = layer.attention(x, rope_rows, ctx)
             x = _add_norm(layer.post_attention_norm, residual, delta, normed)

@@ -8,6 +8,7 @@ is read after `release` is poisoned. For ranks as processes, with the real colle
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -135,7 +136,7 @@ class ThreadGroup:
     """One rank's handle on a group; see `distributed.group.Group` for the contract of each op.
 
     Attributes:
-        name, ranks, rank, size, traffic, step, trace: as Group's.
+        name, ranks, rank, size, traffic, seconds, spans, step, trace: as Group's.
         num_gathers: calls of `start_all_gather` that moved something.
     """
 
@@ -145,6 +146,8 @@ class ThreadGroup:
         self.name, self.ranks = hub.name, list(hub.ranks)
         self.rank, self.size = self.ranks.index(my_rank), len(self.ranks)
         self.traffic: dict[str, list[int]] = {}
+        self.seconds: dict[str, float] = {}
+        self.spans: list[tuple[str, float, float]] | None = None
         self.step: int | None = None
         self.trace: list | None = None
         self.num_gathers = 0
@@ -337,7 +340,12 @@ class ThreadGroup:
             self._hub.condition.notify_all()
 
     def _wait(self, op: str, missing: Callable[[], list[int]], sequence: int | None = None) -> None:
+        started = time.perf_counter()
         self._hub.wait(missing, (op, self._sequence if sequence is None else sequence, self.step))
+        ended, key = time.perf_counter(), f"{self.name}.{op}"
+        self.seconds[key] = self.seconds.get(key, 0.0) + ended - started
+        if self.spans is not None:
+            self.spans.append((key, started, ended))
 
     def _count(self, signature: Signature, num_bytes: int) -> None:
         op = signature.op

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import torch
 
 from prefold.attention.context_parallel import AttentionSetup, ContextParallelAttention
@@ -12,19 +10,22 @@ from prefold.attention.sparse import SparseAttention
 from prefold.attention.torch_backend import TorchBackend
 from prefold.config import EngineConfig
 from prefold.distributed.group import Group, begin_step
+from prefold.distributed.mesh import Mesh
 from prefold.distributed.pcp_layout import Partition
 from prefold.distributed.stages import split_layers
 from prefold.kv_ownership import KVOwnership
 from prefold.layers.expert_parallel import ExpertParallel, ExpertPlan, dispatch_capacity
 from prefold.loader import load_weights
 from prefold.models.registry import build_model
-from prefold.step import ModelRunnerOutput, SchedulerOutput, StepStats
+from prefold.step import ModelRunnerOutput, SchedulerOutput
+from prefold.tracing import TraceWriter
 from prefold.worker.global_batch import GlobalBatch
 from prefold.worker.kv_cache import allocate_kv_cache
 from prefold.worker.pcp_manager import PCPManager
 from prefold.worker.pipeline import PipelineStage
 from prefold.worker.plan_check import check_plan, plan_checksum
 from prefold.worker.request_states import RequestStates
+from prefold.worker.step_clock import StepClock
 from prefold.worker.step_sampler import StepSampler, WantedTokens
 from prefold.workspace import Workspace
 
@@ -79,6 +80,20 @@ class ModelRunner:
         )
         self._stage = PipelineStage(groups["pp"], model.hidden_size, compute_dtype, self.workspace)
         self._sampler = StepSampler(self._model, self.states, groups["tp"])
+        self._clock = StepClock(groups, layers.start, self._trace_writer())
+        self._model.layer_begins = self._clock.layer_begins
+        self._watched_attention = self._clock.watched(self._attention)
+
+    def _trace_writer(self) -> TraceWriter | None:
+        """This rank's part of the trace, if one is asked for."""
+        trace = self._config.runtime.trace
+        if not trace:
+            return None
+        group = self._groups["tp"]
+        rank = group.ranks[group.rank]
+        place = Mesh.of(self._config.parallel).coords(rank)
+        title = f"rank {rank}: " + ", ".join(f"{axis.upper()} {i}" for axis, i in place._asdict().items())
+        return TraceWriter(trace, rank, f"rank{rank}", title)
 
     def _attention_context(self, compute_dtype: torch.dtype) -> ContextParallelAttention:
         model, workspace = self._config.model, self.workspace
@@ -111,21 +126,29 @@ class ModelRunner:
         Returns:
             None on all ranks of a replica but one: last stage, PCP rank 0, TP rank 0.
         """
-        started = time.perf_counter()
+        self._clock.begin_step(step.step_id)
         begin_step(self._groups, step.step_id)
+        output = self._execute(step)
+        self._clock.end_step()
+        return output
+
+    def _execute(self, step: SchedulerOutput) -> ModelRunnerOutput | None:
         self.states.apply(step)
         batch = GlobalBatch.build(self.states, step, self._ownership, self._groups["dcp"].rank)
         parts = self._pcp.partition(batch)
         wanted = WantedTokens.of(batch, self.states)
+        self._clock.mark("batch")
         if self._config.runtime.check_step_plans:
             checksum = plan_checksum(batch, self.states, parts, wanted.indices)
             device = self.kv_cache.device
             check_plan(self._groups["tp"], self._groups["pcp"], step.step_id, checksum, device)
-        traffic_before = self._traffic()  # counted is what computing the step takes, not the check
+            self._clock.mark("check plan")
+        self._clock.begin_counting()
         rows = self._forward(batch, parts, wanted)
         if not self._stage.is_last or self._groups["pcp"].rank != 0:
             return None
         sampled = self._sampler(batch, wanted, rows)
+        self._clock.mark("sample")
         if sampled is None:
             return None
         return ModelRunnerOutput(
@@ -133,7 +156,7 @@ class ModelRunner:
             sampled_token_ids=sampled.sampled_token_ids,
             logprobs=sampled.logprobs,
             prompt_logprobs=sampled.prompt_logprobs,
-            stats=self._stats(parts, started, traffic_before),
+            stats=self._clock.stats(parts),
             errors=sampled.errors,
         )
 
@@ -143,12 +166,19 @@ class ModelRunner:
             self._experts.begin_step(self._expert_plan(parts))
         local = self._pcp.input_batch(batch, parts, self.states)
         self._attention.begin_step(local.plan)
+        self._clock.plan_is(local.plan)
+        self._clock.mark("plan")
         hidden = self._stage.receive(len(local.input_ids))
-        hidden = self._model(local.input_ids, local.positions, self._attention, hidden)
+        self._clock.mark("receive")
+        hidden = self._model(local.input_ids, local.positions, self._watched_attention, hidden)
+        self._clock.layers_end()
         # At once: the next stage waits for it.
         self._stage.send(hidden)
+        self._clock.mark("send")
         indices = wanted.indices if self._stage.is_last else wanted.indices[:0]
-        return self._pcp.exchange(batch, parts, local.plan, hidden, indices)
+        rows = self._pcp.exchange(batch, parts, local.plan, hidden, indices)
+        self._clock.mark("exchange")
+        return rows
 
     def _expert_plan(self, parts: Partition) -> ExpertPlan:
         """What experts must know of the step. Replicas, which know nothing of each other's batches,
@@ -159,22 +189,3 @@ class ModelRunner:
         )
         capacities = self._groups["dp"].all_gather(torch.tensor([capacity], device=self.kv_cache.device))
         return ExpertPlan(int(prefill[rank]), int(decode[rank]), int(capacities.max()))
-
-    def _stats(self, parts: Partition, started: float, before: dict[str, tuple[int, int]]) -> StepStats:
-        counted = {}
-        for key, (calls, sent) in self._traffic().items():
-            calls_before, sent_before = before.get(key, (0, 0))
-            if calls > calls_before:
-                counted[key] = (calls - calls_before, sent - sent_before)
-        return StepStats(
-            rank_tokens=parts.num_tokens.tolist(),
-            rank_causal_pairs=parts.causal_pairs.tolist(),
-            forward_s=time.perf_counter() - started,
-            bytes_sent={key: sent for key, (_, sent) in counted.items()},
-            calls={key: calls for key, (calls, _) in counted.items()},
-        )
-
-    def _traffic(self) -> dict[str, tuple[int, int]]:
-        """(calls, bytes) so far, by collective."""
-        groups = self._groups.values()
-        return {key: (calls, sent) for group in groups for key, (calls, sent) in group.traffic.items()}

@@ -112,6 +112,7 @@ class _Planner:
             sent_decode_slots=tuple(
                 self._tensor(slots[slots >= 0]) for slots in (batch.slot_mapping[tokens] for tokens in sent)
             ),
+            ways=self._count_ways(),
         )
 
     def _choose_ways(self) -> np.ndarray:
@@ -124,6 +125,13 @@ class _Planner:
         has_choice = np.flatnonzero((batch.num_computed > 0) & ~self._is_shared)
         way[has_choice] = self._ways.choose(num_queries[has_choice], batch.num_computed[has_choice])
         return way
+
+    def _count_ways(self) -> dict[str, int]:
+        """See StepPlan."""
+        ways, counts = np.unique(
+            np.where(self._is_shared, "shared", self._way)[self._batch.num_computed > 0], return_counts=True
+        )
+        return dict(zip(ways.tolist(), counts.tolist()))
 
     def _works(self) -> tuple[tuple[RequestWork, ...], dict[int, int]]:
         """The rank's rows joined to requests, and where each request is. Rows of a request are neighbours."""
