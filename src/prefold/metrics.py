@@ -6,12 +6,49 @@ day are unix seconds, durations are seconds.
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 import msgspec
 
 from prefold.step import StepStats
 
 BUDGET, BLOCKS, MAX_NUM_SEQS, BEHIND = "budget", "blocks", "max_num_seqs", "behind "
 """Why a request waits: see `RequestState.why`."""
+
+
+STEP_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
+"""Upper bounds of the buckets in which durations of steps, and times between tokens, are counted."""
+
+
+class Histogram(msgspec.Struct, array_like=True):
+    """Counts of values by bucket: `counts[i]` of those up to `bounds[i]`, above the bound before it; the last
+    count is of those above all bounds."""
+
+    bounds: tuple[float, ...]
+    counts: list[int]
+    sum: float = 0.0
+
+    @classmethod
+    def of(cls, bounds: tuple[float, ...]) -> Histogram:
+        """An empty one.
+
+        >>> h = Histogram.of((1.0, 5.0))
+        >>> h.observe(1.0); h.observe(3.0, count=2); h.observe(9.0)
+        >>> h.counts, h.sum
+        ([1, 2, 1], 16.0)
+        """
+        return cls(bounds, [0] * (len(bounds) + 1))
+
+    def observe(self, value: float, count: int = 1) -> None:
+        """Count `value`, that many times."""
+        self.counts[bisect_left(self.bounds, value)] += count
+        self.sum += value * count
+
+    def plus(self, other: Histogram) -> Histogram:
+        """The sum of both, which have the same bounds."""
+        assert self.bounds == other.bounds, (self.bounds, other.bounds)
+        counts = [mine + others for mine, others in zip(self.counts, other.counts, strict=True)]
+        return Histogram(self.bounds, counts, self.sum + other.sum)
 
 
 class RowParts(msgspec.Struct, array_like=True):
@@ -102,6 +139,9 @@ class Totals(msgspec.Struct, array_like=True):
         prefix_query_tokens, prefix_hit_tokens: looked up in the prefix cache, and found there.
         rank_tokens, rank_causal_pairs: replica d and PCP rank r are number d * PCP + r.
         forward_s, bytes_sent, calls, collective_s, ways: as in StepRecord.
+        step_seconds: durations of steps.
+        inter_token_seconds: per decode token of a step, the time since the step before was done (with PP
+            pipeline stages: the PP-th before). At such intervals a client sees its tokens.
     """
 
     num_steps: int = 0
@@ -117,6 +157,8 @@ class Totals(msgspec.Struct, array_like=True):
     calls: dict[str, int] = {}
     collective_s: dict[str, float] = {}
     ways: dict[str, int] = {}
+    step_seconds: Histogram = msgspec.field(default_factory=lambda: Histogram.of(STEP_SECONDS))
+    inter_token_seconds: Histogram = msgspec.field(default_factory=lambda: Histogram.of(STEP_SECONDS))
 
     def add_step(self, stats: StepStats, replica: int) -> None:
         """Count what the sampling rank reports of a step."""
@@ -141,6 +183,8 @@ class Totals(msgspec.Struct, array_like=True):
                 values[name] = add_by_key(dict(mine), others)
             elif isinstance(mine, list):
                 values[name] = _add_at(list(mine), others, 0)
+            elif isinstance(mine, Histogram):
+                values[name] = mine.plus(others)
             else:
                 values[name] = mine + others
         return Totals(**values)

@@ -177,6 +177,8 @@ def test_a_step_is_recorded_with_what_its_rank_says():
     assert (totals.num_steps, totals.num_prompt_tokens, totals.num_generation_tokens) == (2, 20, 2)
     assert (totals.rank_tokens, totals.rank_causal_pairs, totals.forward_s) == ([20, 20], [200, 220], 0.5)
     assert (totals.bytes_sent, totals.calls) == ({"pcp.all_gather": 160}, {"pcp.all_gather": 6})
+    assert totals.step_seconds.counts == [0] * 8 + [2] + [0] * 8  # 0.5 s each
+    assert (sum(totals.inter_token_seconds.counts), totals.inter_token_seconds.sum) == (1, 0.5)
     assert (totals.collective_s, totals.ways) == ({"pcp.all_gather": 0.25}, {"local": 2})
 
 
@@ -188,6 +190,18 @@ def test_a_snapshot_is_not_changed_by_later_steps():
     sent = msgspec.msgpack.encode(before)
     engine.step(StepStats([1], [11], bytes_sent={"x": 1}))
     assert msgspec.msgpack.encode(before) == sent
+
+
+def test_time_between_tokens_is_counted_per_token():
+    engine = Engine(budget=8)
+    for name, length in (("a", 3), ("b", 5), ("c", 30)):
+        engine.add(name, length, max_tokens=3)
+    for pause in (0, 0.25, 1.5):
+        engine.now += pause
+        engine.step()
+    # The first step samples a and b; c's chunks and their decodes share the two others.
+    assert engine.observer.totals.inter_token_seconds.counts == [0] * 9 + [2, 2] + [0] * 6
+    assert engine.observer.totals.inter_token_seconds.sum == 2 * 0.75 + 2 * 2.0
 
 
 def test_replicas_count_for_themselves():

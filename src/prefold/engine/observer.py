@@ -71,6 +71,9 @@ class EngineObserver:
         replicas = range(parallel.data_parallel_size)
         self._prefills: list[dict[str, tuple[int, int]]] = [{} for _ in replicas]
         """Per replica, of requests in prefill on the ranks: tokens of the prompt, and of the prefill."""
+        stages = parallel.pipeline_parallel_size
+        self._ends = [deque[float](maxlen=stages) for _ in replicas]
+        """Per replica, when its last steps were done, one per pipeline stage."""
         self._done: deque[StepRecord] = deque(maxlen=MAX_STEPS)
 
     def on_scheduled(self, replica: int, step: SchedulerOutput, now: float) -> None:
@@ -160,6 +163,11 @@ class EngineObserver:
         self.totals.add_step(stats, replica)
         self.totals.num_generation_tokens += sum(map(len, output.sampled_token_ids.values()))
         self.totals.num_prompt_tokens += pending.num_prompt_tokens
+        self.totals.step_seconds.observe(now - pending.scheduled_at)
+        if pending.num_decode_tokens:
+            # What is decoded was computed by a step before.
+            self.totals.inter_token_seconds.observe(now - self._ends[replica][0], pending.num_decode_tokens)
+        self._ends[replica].append(now)
         self._done.append(
             StepRecord(
                 step_id=step.step_id,
