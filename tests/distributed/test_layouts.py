@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from prefold import SamplingParams
-from prefold.engine.engine import EngineMetrics
+from prefold.engine.core import EngineMetrics
 from prefold.engine.scheduler import Scheduler
 from prefold.testing.checkpoints import make_checkpoint
 from prefold.testing.exactness import Oracle, generate_over_time, layout_options

@@ -104,7 +104,7 @@ def recorded(checkpoint: Path) -> Recorded:
     """Steps of one rank in chunks of 24 tokens: most hold several requests, prefill and decode."""
     llm = ThreadLLM(str(checkpoint), max_num_batched_tokens=24, **ENGINE)
     recorder = Recorder(llm.executor)
-    llm.engine._executor = recorder
+    llm.engine.core.executor = recorder
     for index, (prompt, params) in enumerate(requests()):
         llm.engine.add_request(str(index), prompt, params, stream=False)
     while llm.engine.has_unfinished_requests:
@@ -180,7 +180,7 @@ def test_stages_in_processes(checkpoint: Path, recorded: Recorded, name: str):
     """The recorded steps, and then every length, in chunks of which several are in flight."""
     options = {"max_num_batched_tokens": 24, "skip_tokenizer_init": True} | ENGINE | LAYOUTS[name]
     with LLM(str(checkpoint), **options) as llm:
-        executor = llm.engine._executor
+        executor = llm.engine.core.executor
         for in_flight in (1, 2):
             check(replay(executor, recorded, in_flight), recorded, exact=name == "pp2")
             executor.submit(0, forget(recorded))

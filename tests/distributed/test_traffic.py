@@ -47,7 +47,7 @@ class Recorder:
     """An executor that remembers every replica's steps and their results."""
 
     def __init__(self, llm: LLM) -> None:
-        self._executor = llm.engine._executor
+        self._executor = llm.engine.core.executor
         replicas = range(llm.engine.config.parallel.data_parallel_size)
         self.steps: list[list[SchedulerOutput]] = [[] for _ in replicas]
         self.outputs: list[list[ModelRunnerOutput]] = [[] for _ in replicas]
@@ -66,16 +66,16 @@ class Recorder:
 
 
 def record(llm: LLM, lengths: Sequence[int], max_tokens: int) -> Recorder:
-    original = llm.engine._executor
+    original = llm.engine.core.executor
     recorder = Recorder(llm)
-    llm.engine._executor = recorder
+    llm.engine.core.executor = recorder
     try:
         prompts = [[7 * i % 100 + length for i in range(length)] for length in lengths]
         for scheduler in llm.engine.schedulers:
             scheduler.reset_prefix_cache()
         llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True))
     finally:
-        llm.engine._executor = original
+        llm.engine.core.executor = original
     return recorder
 
 

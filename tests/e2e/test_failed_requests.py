@@ -21,7 +21,7 @@ def cases(tiny) -> list[Case]:
 
 def corrupt(llm: LLM, monkeypatch: pytest.MonkeyPatch, change: Callable[[int, torch.Tensor], None]) -> None:
     """`change(n, logits)` is called on the n-th logits, which hold one row per sampled request."""
-    model = llm.engine._executor._worker.runner._model  # type: ignore[attr-defined]
+    model = llm.engine.core.executor._worker.runner._model  # type: ignore[attr-defined]
     compute_logits, calls = model.compute_logits, [0]
 
     def corrupted(hidden: torch.Tensor) -> torch.Tensor:
@@ -94,7 +94,7 @@ def test_a_failed_request_leaves_nothing_to_reuse(tiny, cases):
     llm = tiny.llm()
     llm.engine.add_request("a", cases[1].prompt, GREEDY)
     llm.engine.step()
-    llm.engine._executor._worker.runner.kv_cache.fill_(math.nan)
+    llm.engine.core.executor._worker.runner.kv_cache.fill_(math.nan)
     (output,) = llm.engine.step()
     assert output.outputs[0].finish_reason == "error"
     (output,) = llm.generate(cases[1].prompt, GREEDY)

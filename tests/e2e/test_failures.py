@@ -38,7 +38,7 @@ def shared_memory() -> set[str]:
 
 
 def workers(llm: LLM) -> list[int]:
-    executor = llm.engine._executor
+    executor = llm.engine.core.executor
     assert isinstance(executor, MultiProcessExecutor)
     return executor.pids
 
@@ -100,7 +100,7 @@ def test_a_worker_that_is_killed_or_stopped_at_work(
     """The call raises and names it, within the time-out, and nothing is left behind."""
     before = shared_memory()
     llm = LLM(checkpoint, collective_timeout_s=TIMEOUT_S, **LAYOUTS[layout], **OPTIONS)
-    pids, folder = workers(llm), llm.engine._executor._folder  # type: ignore[attr-defined]
+    pids, folder = workers(llm), llm.engine.core.executor._folder  # type: ignore[attr-defined]
     message, seconds = signal_when(llm, pids[victim], PHASES[phase], number)
     assert re.search(expected_message(victim, pids[victim], number), message), message
     assert seconds < MARGIN_S + (TIMEOUT_S if number == signal.SIGSTOP else 0)
@@ -123,15 +123,15 @@ def test_a_worker_that_is_killed_or_stopped_while_idle(
     few = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
     llm = LLM(checkpoint, collective_timeout_s=TIMEOUT_S, **options)
     tokens = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, few)]
-    pids, folder = workers(llm), llm.engine._executor._folder  # type: ignore[attr-defined]
-    llm.engine._executor.check_health()
+    pids, folder = workers(llm), llm.engine.core.executor._folder  # type: ignore[attr-defined]
+    llm.engine.core.executor.check_health()
     os.kill(pids[victim], number)
     message = expected_message(victim, pids[victim], number)
     started = time.monotonic()
     if number == signal.SIGKILL:
         time.sleep(0.1)
         with pytest.raises(EngineDeadError, match=message):
-            llm.engine._executor.check_health()
+            llm.engine.core.executor.check_health()
     with pytest.raises(EngineDeadError, match=message):
         llm.generate(PROMPTS, LONG)
     assert time.monotonic() - started < MARGIN_S + (TIMEOUT_S if number == signal.SIGSTOP else 0)
@@ -180,7 +180,7 @@ import sys
 from prefold import LLM, SamplingParams
 llm = LLM(sys.argv[1], prefill_context_parallel_size=2, threads_per_rank=1, skip_tokenizer_init=True,
           max_num_batched_tokens=16, num_blocks=1000, block_size=8)
-executor = llm.engine._executor
+executor = llm.engine.core.executor
 print(executor._folder, *executor.pids, flush=True)
 while len(sys.argv) > 2:
     llm.generate([[i % 200 for i in range(700)]], SamplingParams(temperature=0.0, max_tokens=50))
@@ -219,7 +219,7 @@ def is_running(pid: int) -> bool:
 def test_shutdown_leaves_nothing(checkpoint: str) -> None:
     before = shared_memory()
     with LLM(checkpoint, tensor_parallel_size=2, **OPTIONS) as llm:
-        pids, folder = workers(llm), llm.engine._executor._folder  # type: ignore[attr-defined]
+        pids, folder = workers(llm), llm.engine.core.executor._folder  # type: ignore[attr-defined]
         llm.generate([[1, 2, 3]], SamplingParams(temperature=0.0, max_tokens=2))
     assert_nothing_left(pids, folder, before)
     with pytest.raises(EngineDeadError, match="shut down"):

@@ -49,7 +49,7 @@ def test_a_step_allocates_nothing_large(tmp_path: Path, compute_dtype: str) -> N
         num_blocks=100,
         max_num_batched_tokens=500,
     )
-    runner = llm.engine._executor._worker.runner  # type: ignore[attr-defined]
+    runner = llm.engine.core.executor._worker.runner  # type: ignore[attr-defined]
     prompt = [i * i % 200 for i in range(NUM_TOKENS)]
     llm.generate(prompt, GREEDY)
     workspace_bytes = runner.workspace.num_bytes

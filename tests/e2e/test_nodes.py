@@ -170,7 +170,7 @@ def test_a_rank_of_another_node_that_is_killed_or_stopped(
         skip_tokenizer_init=True,
         **options,
     )
-    executor = llm.engine._executor
+    executor = llm.engine.core.executor
     pids = executor.pids  # type: ignore[attr-defined]
     executor._ranks.limit_s = 3.0  # type: ignore[attr-defined]  # the start may take longer than that
     llm.generate([PROMPT], SamplingParams(max_tokens=2))
@@ -200,7 +200,7 @@ def test_a_node_whose_command_is_killed(checkpoint: str, arguments: list[str], s
         master_port=port,
         skip_tokenizer_init=True,
     )
-    pids = llm.engine._executor.pids  # type: ignore[attr-defined]
+    pids = llm.engine.core.executor.pids  # type: ignore[attr-defined]
     other.kill()
     with pytest.raises(EngineDeadError, match="node 1"):
         llm.generate([PROMPT], SamplingParams(max_tokens=50))

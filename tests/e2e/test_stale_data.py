@@ -35,7 +35,7 @@ def numbers(outputs: list[RequestOutput]) -> list:
 
 def poison_unused_kv(llm: LLM) -> int:
     """NaN into every cache slot that no request and no cached prefix uses; returns their number."""
-    runner = llm.engine._executor._worker.runner  # type: ignore[attr-defined]
+    runner = llm.engine.core.executor._worker.runner  # type: ignore[attr-defined]
     scheduler, cache = llm.engine.scheduler, runner.kv_cache
     used = torch.zeros(cache.shape[1:3], dtype=torch.bool)
     used[list(scheduler.kv.pool._block_of_hash.values())] = True
@@ -49,7 +49,7 @@ def poison_unused_kv(llm: LLM) -> int:
 @torch.inference_mode()
 def poison_buffers(llm: LLM) -> int:
     """NaN into every buffer of the workspace; returns their number."""
-    flat = llm.engine._executor._worker.runner.workspace._flat  # type: ignore[attr-defined]
+    flat = llm.engine.core.executor._worker.runner.workspace._flat  # type: ignore[attr-defined]
     for buffer in flat.values():
         if buffer.dtype.is_floating_point:
             buffer.fill_(math.nan)
@@ -102,7 +102,7 @@ def test_poison_would_show(tiny, cases: list[Case]):
     llm.engine.step()
     request = llm.engine.scheduler.requests["a"]
     block = llm.engine.scheduler.kv.block_ids(request)[0]
-    llm.engine._executor._worker.runner.kv_cache[0, block, 0] = math.nan
+    llm.engine.core.executor._worker.runner.kv_cache[0, block, 0] = math.nan
     (output,) = llm.engine.step()
     assert output.outputs[0].finish_reason == "error"
 
@@ -110,7 +110,7 @@ def test_poison_would_show(tiny, cases: list[Case]):
 def test_a_request_after_a_failed_one_gets_its_blocks(tiny, cases: list[Case], monkeypatch):
     """NaN KV of a request that failed stays in free blocks, and the next request may get them."""
     llm = tiny.llm(enable_prefix_caching=False, num_blocks=40, max_model_len=160)
-    runner = llm.engine._executor._worker.runner
+    runner = llm.engine.core.executor._worker.runner
     llm.engine.add_request("a", cases[4].prompt, NO_PROMPT_LOGPROBS)
     llm.engine.step()
     runner.kv_cache.fill_(math.nan)

@@ -3,7 +3,7 @@
 import pytest
 
 from prefold.engine.output_processor import OutputProcessor
-from prefold.request import Logprob, SamplingParams
+from prefold.request import Logprob, RequestOutput, SamplingParams
 from prefold.step import TokenLogprobs
 
 VOCAB = ["</s>", "Hel", "lo", " wor", "ld", "!", "S", "TO", "P", "é1", "é2"]
@@ -45,6 +45,12 @@ class Clock:
         return self.now
 
 
+def process(processor: OutputProcessor, *args, **options) -> tuple[RequestOutput | None, set[str]]:
+    """An update, and what the request looks like after it."""
+    request, to_stop = processor.update(*args, **options)
+    return request and request.output(), to_stop
+
+
 @pytest.fixture
 def clock():
     return Clock()
@@ -62,10 +68,10 @@ def entry(*pairs):
 
 def test_text_grows_and_the_last_output_is_final(processor):
     assert processor.add_request("r", "prompt", [7, 7], SamplingParams()) == ["r"]
-    first, stop = processor.process("r", [1])
+    first, stop = process(processor, "r", [1])
     assert (first.finished, first.outputs[0].text, stop) == (False, "Hel", set())
     assert first.outputs[0].finish_reason is None
-    last, stop = processor.process("r", [2], finish_reason="length")
+    last, stop = process(processor, "r", [2], finish_reason="length")
     assert (last.request_id, last.prompt, last.prompt_token_ids) == ("r", "prompt", [7, 7])
     assert (last.finished, last.outputs[0].text, last.outputs[0].token_ids) == (True, "Hello", [1, 2])
     assert (last.outputs[0].finish_reason, last.outputs[0].stop_reason, stop) == ("length", None, set())
@@ -78,20 +84,20 @@ def test_text_grows_and_the_last_output_is_final(processor):
 
 def test_several_tokens_per_step(processor):
     processor.add_request("r", None, [7], SamplingParams())
-    output, _ = processor.process("r", [1, 2, 3, 4, 5])
+    output, _ = process(processor, "r", [1, 2, 3, 4, 5])
     assert output.outputs[0].text == "Hello world!"
 
 
 def test_nothing_is_returned_before_the_end_without_stream(processor):
     processor.add_request("r", None, [7], SamplingParams(), stream=False)
-    assert processor.process("r", [1]) == (None, set())
-    output, _ = processor.process("r", [2], finish_reason="length")
+    assert process(processor, "r", [1]) == (None, set())
+    output, _ = process(processor, "r", [2], finish_reason="length")
     assert output.outputs[0].text == "Hello"
 
 
 def test_a_prefill_chunk_shows_nothing(processor):
     processor.add_request("r", None, [7, 7], SamplingParams())
-    assert processor.process("r", []) == (None, set())
+    assert process(processor, "r", []) == (None, set())
 
 
 # --- ends -----------------------------------------------------------------------------------------
@@ -101,7 +107,7 @@ def test_a_prefill_chunk_shows_nothing(processor):
 def test_the_token_that_ends_a_text_is_no_part_of_it(processor, skip):
     processor.add_request("r", None, [7], SamplingParams(skip_special_tokens=skip, logprobs=0))
     logprobs = [entry((1, -1.0)), entry((EOS, -0.5))]
-    output, stop = processor.process("r", [1, EOS], logprobs=logprobs, finish_reason="stop")
+    output, stop = process(processor, "r", [1, EOS], logprobs=logprobs, finish_reason="stop")
     sample = output.outputs[0]
     assert (sample.text, sample.token_ids, sample.finish_reason, stop) == ("Hel", [1, EOS], "stop", set())
     assert len(sample.logprobs) == 2
@@ -109,13 +115,13 @@ def test_the_token_that_ends_a_text_is_no_part_of_it(processor, skip):
 
 def test_an_ignored_end_token_is_shown_if_special_tokens_are(processor):
     processor.add_request("r", None, [7], SamplingParams(skip_special_tokens=False, ignore_eos=True))
-    output, _ = processor.process("r", [EOS, 1], finish_reason="length")
+    output, _ = process(processor, "r", [EOS, 1], finish_reason="length")
     assert output.outputs[0].text == "</s>Hel"
 
 
 def test_a_stop_token_is_the_reason(processor):
     processor.add_request("r", None, [7], SamplingParams(stop_token_ids=[5]))
-    output, _ = processor.process("r", [1, 5], finish_reason="stop", stop_reason=5)
+    output, _ = process(processor, "r", [1, 5], finish_reason="stop", stop_reason=5)
     assert (output.outputs[0].text, output.outputs[0].stop_reason) == ("Hel", 5)
 
 
@@ -123,12 +129,12 @@ def test_a_stop_string_across_tokens_asks_for_an_abort(processor):
     processor.add_request("r", None, [7], SamplingParams(stop="STOP", logprobs=0))
     shown = []
     for token in (1, 6, 7):
-        output, stop = processor.process("r", [token], logprobs=[entry((token, -1.0))])
+        output, stop = process(processor, "r", [token], logprobs=[entry((token, -1.0))])
         shown.append(output.outputs[0].text)
         assert stop == set()
     assert shown == ["Hel", "Hel", "Hel"], "the beginning of a stop string is held back"
     last = [entry((8, -1.0)), entry((5, -1.0))]
-    output, stop = processor.process("r", [8, 5], logprobs=last)
+    output, stop = process(processor, "r", [8, 5], logprobs=last)
     sample = output.outputs[0]
     assert stop == {"r"}
     assert output.finished
@@ -136,27 +142,27 @@ def test_a_stop_string_across_tokens_asks_for_an_abort(processor):
     assert sample.token_ids == [1, 6, 7, 8], "tokens after the stop string are dropped"
     assert len(sample.logprobs) == 4
     assert sample.cumulative_logprob == -4.0
-    assert processor.process("r", [5]) == (None, set()), "a late token changes nothing"
+    assert process(processor, "r", [5]) == (None, set()), "a late token changes nothing"
 
 
 def test_a_beginning_that_leads_nowhere_is_shown(processor):
     processor.add_request("r", None, [7], SamplingParams(stop=["STOP", "lo!"]))
-    texts = [processor.process("r", [t])[0].outputs[0].text for t in (1, 2, 3, 6, 7)]
+    texts = [process(processor, "r", [t])[0].outputs[0].text for t in (1, 2, 3, 6, 7)]
     assert texts == ["He", "Hel", "Hello wor", "Hello wor", "Hello wor"]
-    output, _ = processor.process("r", [4], finish_reason="length")
+    output, _ = process(processor, "r", [4], finish_reason="length")
     assert output.outputs[0].text == "Hello worSTOld"
 
 
 def test_held_text_is_shown_at_the_end(processor):
     processor.add_request("r", None, [7], SamplingParams(stop=["STOP"]))
-    output, _ = processor.process("r", [1, 6, 7], finish_reason="length")
+    output, _ = process(processor, "r", [1, 6, 7], finish_reason="length")
     assert (output.outputs[0].text, output.outputs[0].finish_reason) == ("HelSTO", "length")
 
 
 @pytest.mark.parametrize("reason", ["length", "stop"])
 def test_a_stop_string_in_the_last_step_wins_and_needs_no_abort(processor, reason):
     processor.add_request("r", None, [7], SamplingParams(stop=["STOP"]))
-    output, stop = processor.process("r", [1, 6, 7, 8, EOS], finish_reason=reason)
+    output, stop = process(processor, "r", [1, 6, 7, 8, EOS], finish_reason=reason)
     sample = output.outputs[0]
     assert (sample.text, sample.finish_reason, sample.stop_reason, stop) == ("Hel", "stop", "STOP", set())
     assert sample.token_ids == [1, 6, 7, 8]
@@ -166,37 +172,37 @@ def test_a_stop_string_in_the_last_step_wins_and_needs_no_abort(processor, reaso
 def test_stop_strings_do_not_count_within_min_tokens(processor, min_tokens, stopped):
     processor.add_request("r", None, [7], SamplingParams(stop=["STOP"], min_tokens=min_tokens))
     for token in (1, 6, 7):
-        processor.process("r", [token])
-    output, stop = processor.process("r", [8])
+        process(processor, "r", [token])
+    output, stop = process(processor, "r", [8])
     assert bool(stop) == output.finished == stopped
     if not stopped:
-        output, _ = processor.process("r", [5], finish_reason="length")
+        output, _ = process(processor, "r", [5], finish_reason="length")
         assert output.outputs[0].text == "HelSTOP!"
 
 
 def test_an_incomplete_character_appears_when_complete_or_at_the_end(processor):
     processor.add_request("r", None, [7], SamplingParams())
-    texts = [processor.process("r", [t])[0].outputs[0].text for t in (1, 9, 10, 9)]
+    texts = [process(processor, "r", [t])[0].outputs[0].text for t in (1, 9, 10, 9)]
     assert texts == ["Hel", "Hel", "Helé", "Helé"]
-    output, _ = processor.process("r", [], finish_reason="length")
+    output, _ = process(processor, "r", [], finish_reason="length")
     assert output.outputs[0].text == "Helé?"
 
 
 def test_text_that_appears_at_the_end_is_searched_too(processor):
     processor.add_request("r", None, [7], SamplingParams(stop=["l?"]))
-    output, stop = processor.process("r", [1, 9], finish_reason="length")
+    output, stop = process(processor, "r", [1, 9], finish_reason="length")
     sample = output.outputs[0]
     assert (sample.text, sample.finish_reason, sample.stop_reason, stop) == ("He", "stop", "l?", set())
 
 
 def test_abort(processor):
     processor.add_request("r", None, [7], SamplingParams(stop=["STOP"]))
-    processor.process("r", [1, 6, 9])
+    process(processor, "r", [1, 6, 9])
     output, ids = processor.abort("r")
     assert (output.finished, ids) == (True, {"r"})
     assert (output.outputs[0].text, output.outputs[0].finish_reason) == ("HelS?", "abort")
     assert processor.abort("r") == (None, set())
-    assert processor.process("r", [2], finish_reason="length") == (None, set()), "a step was under way"
+    assert process(processor, "r", [2], finish_reason="length") == (None, set()), "a step was under way"
     assert processor.abort("unknown") == (None, set())
     assert processor.num_unfinished == 0
 
@@ -204,7 +210,7 @@ def test_abort(processor):
 @pytest.mark.parametrize("reason", ["abort", "error"])
 def test_other_finish_reasons_pass_through(processor, reason):
     processor.add_request("r", None, [7], SamplingParams())
-    output, stop = processor.process("r", [], finish_reason=reason, stop_reason="why")
+    output, stop = process(processor, "r", [], finish_reason=reason, stop_reason="why")
     assert (output.finished, output.outputs[0].finish_reason, stop) == (True, reason, set())
     assert output.outputs[0].stop_reason == "why"
 
@@ -215,13 +221,13 @@ def test_other_finish_reasons_pass_through(processor, reason):
 def test_samples_of_one_prompt_end_one_by_one(processor):
     ids = processor.add_request("r", None, [7], SamplingParams(n=3, stop=["STOP"]))
     assert ids == ["r:0", "r:1", "r:2"]
-    output, _ = processor.process("r:1", [1], finish_reason="length")
+    output, _ = process(processor, "r:1", [1], finish_reason="length")
     assert not output.finished
     assert [s.text for s in output.outputs] == ["", "Hel", ""]
     assert [s.finish_reason for s in output.outputs] == [None, "length", None]
-    output, stop = processor.process("r:2", [4, 6, 7, 8])
+    output, stop = process(processor, "r:2", [4, 6, 7, 8])
     assert (output.finished, stop) == (False, {"r:2"})
-    output, _ = processor.process("r:0", [5], finish_reason="length")
+    output, _ = process(processor, "r:0", [5], finish_reason="length")
     assert output.finished
     assert output.request_id == "r"
     assert [(s.index, s.text, s.finish_reason) for s in output.outputs] == [
@@ -234,8 +240,8 @@ def test_samples_of_one_prompt_end_one_by_one(processor):
 
 def test_abort_ends_only_the_unfinished_samples(processor):
     processor.add_request("r", None, [7], SamplingParams(n=3))
-    processor.process("r:1", [1], finish_reason="length")
-    processor.process("r:0", [2])
+    process(processor, "r:1", [1], finish_reason="length")
+    process(processor, "r:0", [2])
     output, ids = processor.abort("r")
     assert ids == {"r:0", "r:2"}
     assert [(s.text, s.finish_reason) for s in output.outputs] == [
@@ -247,8 +253,8 @@ def test_abort_ends_only_the_unfinished_samples(processor):
 
 def test_without_stream_all_samples_come_together(processor):
     processor.add_request("r", None, [7], SamplingParams(n=2), stream=False)
-    assert processor.process("r:0", [1], finish_reason="length") == (None, set())
-    output, _ = processor.process("r:1", [2], finish_reason="length")
+    assert process(processor, "r:0", [1], finish_reason="length") == (None, set())
+    output, _ = process(processor, "r:1", [2], finish_reason="length")
     assert [s.text for s in output.outputs] == ["Hel", "lo"]
 
 
@@ -268,7 +274,7 @@ def test_token_ids_only(clock):
     processor = OutputProcessor(None, clock)
     processor.add_request("r", None, [7], SamplingParams(logprobs=1, stop_token_ids=[5]))
     logprobs = [entry((1, -1.0), (2, -0.5)), entry((5, -2.0), (2, -0.5))]
-    output, stop = processor.process("r", [1, 5], logprobs=logprobs, finish_reason="stop", stop_reason=5)
+    output, stop = process(processor, "r", [1, 5], logprobs=logprobs, finish_reason="stop", stop_reason=5)
     sample = output.outputs[0]
     assert (sample.text, sample.token_ids, stop) == ("", [1, 5], set())
     assert sample.logprobs[0] == {1: Logprob(-1.0, 5, None), 2: Logprob(-0.5, 1, None)}
@@ -282,8 +288,8 @@ def test_token_ids_only(clock):
 
 def test_logprobs_per_token(processor):
     processor.add_request("r", None, [7], SamplingParams(logprobs=2))
-    processor.process("r", [1], logprobs=[entry((1, -2.0), (3, -0.1), (4, -0.2))])
-    output, _ = processor.process("r", [2], logprobs=[entry((2, -3.0), (3, -0.1), (4, -0.2))])
+    process(processor, "r", [1], logprobs=[entry((1, -2.0), (3, -0.1), (4, -0.2))])
+    output, _ = process(processor, "r", [2], logprobs=[entry((2, -3.0), (3, -0.1), (4, -0.2))])
     sample = output.outputs[0]
     assert sample.logprobs[0] == {
         1: Logprob(-2.0, 5, "Hel"),
@@ -297,7 +303,7 @@ def test_logprobs_per_token(processor):
 def test_missing_logprobs_are_our_mistake(processor):
     processor.add_request("r", None, [7], SamplingParams(logprobs=2))
     with pytest.raises(AssertionError):
-        processor.process("r", [1])
+        process(processor, "r", [1])
 
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]
@@ -310,7 +316,7 @@ def prompt_chunk(start, stop):
 
 def feed(processor, *chunks, sample_id="r"):
     for start, stop in chunks:
-        processor.process(sample_id, [], prompt_logprobs=prompt_chunk(start, stop), prompt_start=start)
+        process(processor, sample_id, [], prompt_logprobs=prompt_chunk(start, stop), prompt_start=start)
 
 
 EXPECTED = [None, *({token: -float(p + 1)} for p, token in enumerate(PROMPT[1:]))]
@@ -335,7 +341,7 @@ def summary(output):
 def test_prompt_logprobs_of_chunks_and_recomputation(processor, chunks):
     processor.add_request("r", None, PROMPT, SamplingParams(prompt_logprobs=0))
     feed(processor, *chunks)
-    output, _ = processor.process("r", [1])
+    output, _ = process(processor, "r", [1])
     assert summary(output) == EXPECTED
 
 
@@ -350,12 +356,12 @@ def test_prompt_logprobs_come_from_the_first_sample(processor):
     processor.add_request("r", None, PROMPT, SamplingParams(n=2, prompt_logprobs=0))
     feed(processor, (5, 8), sample_id="r:1")  # found the others' blocks in the prefix cache
     feed(processor, (0, 8), sample_id="r:0")
-    assert summary(processor.process("r:1", [1])[0]) == EXPECTED
+    assert summary(process(processor, "r:1", [1])[0]) == EXPECTED
 
 
 def test_prompt_logprobs_of_a_one_token_prompt(processor):
     processor.add_request("r", None, [7], SamplingParams(prompt_logprobs=3))
-    assert processor.process("r", [1])[0].prompt_logprobs == [None]
+    assert process(processor, "r", [1])[0].prompt_logprobs == [None]
 
 
 # --- metrics --------------------------------------------------------------------------------------
@@ -366,14 +372,14 @@ def test_metrics_with_the_clock(processor, clock):
     clock.now = 101.0
     processor.mark_scheduled("r", num_cached_tokens=32)
     clock.now = 103.0
-    first = processor.process("r", [1])[0].metrics
+    first = process(processor, "r", [1])[0].metrics
     assert (first.first_scheduled_s, first.ttft_s, first.latency_s, first.tpot_s) == (11.0, 13.0, None, None)
     processor.mark_preempted("r")
     processor.mark_scheduled("r", num_cached_tokens=64)  # again after the preemption
     clock.now = 105.0
-    processor.process("r", [2, 3])
+    process(processor, "r", [2, 3])
     clock.now = 109.0
-    metrics = processor.process("r", [4], finish_reason="length")[0].metrics
+    metrics = process(processor, "r", [4], finish_reason="length")[0].metrics
     assert (metrics.arrival_time, metrics.first_scheduled_s, metrics.ttft_s) == (90.0, 11.0, 13.0)
     assert (metrics.latency_s, metrics.tpot_s) == (19.0, 2.0)
     assert (metrics.num_cached_tokens, metrics.num_preemptions) == (32, 1)
@@ -383,7 +389,7 @@ def test_metrics_with_the_clock(processor, clock):
 def test_metrics_with_explicit_times(processor):
     processor.add_request("r", None, [7], SamplingParams(), arrival_time=1.0)
     processor.mark_scheduled("r", now=2.0)
-    metrics = processor.process("r", [1], finish_reason="length", now=4.0)[0].metrics
+    metrics = process(processor, "r", [1], finish_reason="length", now=4.0)[0].metrics
     assert (metrics.first_scheduled_s, metrics.ttft_s, metrics.latency_s) == (1.0, 3.0, 3.0)
     assert metrics.tpot_s is None, "one token has no time between tokens"
 
@@ -392,9 +398,9 @@ def test_metrics_of_several_samples(processor):
     processor.add_request("r", None, [7], SamplingParams(n=2), arrival_time=0.0)
     for sample_id, now in (("r:0", 1.0), ("r:1", 2.0)):
         processor.mark_scheduled(sample_id, now=now)
-    processor.process("r:1", [1], now=3.0)
-    processor.process("r:0", [1], finish_reason="length", now=4.0)
-    metrics = processor.process("r:1", [2, 3], finish_reason="length", now=7.0)[0].metrics
+    process(processor, "r:1", [1], now=3.0)
+    process(processor, "r:0", [1], finish_reason="length", now=4.0)
+    metrics = process(processor, "r:1", [2, 3], finish_reason="length", now=7.0)[0].metrics
     assert (metrics.first_scheduled_s, metrics.ttft_s, metrics.latency_s) == (1.0, 3.0, 7.0)
     assert metrics.tpot_s == 2.0, "(7 - 3) / (3 tokens - 1)"
 

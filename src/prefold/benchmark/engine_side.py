@@ -13,7 +13,7 @@ import psutil
 
 from prefold.benchmark.side import Handler, serve
 from prefold.benchmark.stopwatch import Stopwatch
-from prefold.engine.engine import EngineMetrics
+from prefold.engine.core import EngineMetrics
 from prefold.engine.llm import LLM
 from prefold.request import RequestOutput, SamplingParams
 
@@ -106,7 +106,7 @@ def _rank_memory(llm: LLM) -> list[int]:
     own = psutil.Process()
     here = {process.pid for process in own.children(recursive=True)}
     # A single rank is this process.
-    pids = [pid for pid in getattr(llm.engine._executor, "pids", ()) if pid in here]
+    pids = [pid for pid in getattr(llm.engine.core.executor, "pids", ()) if pid in here]
     return [_high_water_mark(pid) for pid in pids or [own.pid]]
 
 

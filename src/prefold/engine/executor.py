@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import select
 import shutil
 import socket
 import tempfile
@@ -50,8 +51,9 @@ class Executor(Protocol):
         """
         ...
 
-    def receive(self) -> tuple[int, ModelRunnerOutput]:
+    def receive(self) -> tuple[int, ModelRunnerOutput] | None:
         """(replica, output) of the next step to end. Outputs of a replica come in the order of its steps.
+        None: somebody has woken the executor (see `make_executor`), and no step has ended yet.
 
         Raises:
             EngineDeadError: a rank has failed, now or before.
@@ -64,25 +66,39 @@ class Executor(Protocol):
         """
         ...
 
+    def wait(self, timeout_s: float) -> None:
+        """Sleep, while there is no step in flight, until somebody wakes the executor, or the time is over.
+
+        Raises:
+            EngineDeadError: a rank has failed, now or before.
+        """
+        ...
+
     def shutdown(self) -> None:
         """End all ranks. May be called again."""
         ...
 
 
-def make_executor(config: EngineConfig) -> Executor:
-    """One rank runs in this process, where a debugger reaches it; more get processes of their own."""
+def make_executor(config: EngineConfig, wakeup: int | None = None) -> Executor:
+    """One rank runs in this process, where a debugger reaches it; more get processes of their own.
+
+    Args:
+        wakeup: a file descriptor; while it can be read, nobody waits for anything here (but for a step that
+            runs in this process).
+    """
     if config.parallel.world_size == 1:
-        return InProcessExecutor(config)
-    return MultiProcessExecutor(config)
+        return InProcessExecutor(config, wakeup)
+    return MultiProcessExecutor(config, wakeup)
 
 
 class InProcessExecutor:
     """The single rank."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, wakeup: int | None = None) -> None:
         from prefold.worker.worker import start_worker  # imports torch: only where a rank runs
 
         self._worker: Worker | None = start_worker(config, 0, None)
+        self._wakeup = wakeup
         self._steps: deque[SchedulerOutput] = deque()
 
     def submit(self, replica: int, step: SchedulerOutput) -> None:
@@ -104,6 +120,11 @@ class InProcessExecutor:
         if self._worker is None:
             raise EngineDeadError("the engine was shut down")
 
+    def wait(self, timeout_s: float) -> None:
+        """See Executor.wait."""
+        self.check_health()
+        select.select([] if self._wakeup is None else [self._wakeup], [], [], timeout_s)
+
     def shutdown(self) -> None:
         self._worker = None
 
@@ -111,8 +132,9 @@ class InProcessExecutor:
 class MultiProcessExecutor:
     """One process per rank, on this machine and on those that `config.cluster` names."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, wakeup: int | None = None) -> None:
         parallel = config.parallel
+        self._wakeup = wakeup
         # As the ranks will decode it, so that digests can be compared.
         self._config = decode(encode(WorkerSetup(config, 0, "")), WorkerSetup).config
         self._failure: str | None = None
@@ -157,7 +179,7 @@ class MultiProcessExecutor:
             ranks.append(rank)
             self._channels.append(rank.channel)
         limit_s = max(self._config.runtime.collective_timeout_s, START_SILENCE_S)
-        connections = Ranks(ranks, self._nodes, self._local, limit_s)
+        connections = Ranks(ranks, self._nodes, self._local, limit_s, self._wakeup)
         for rank in ranks:
             connections.send(rank.rank, SETUP, encode(WorkerSetup(self._config, rank.rank, rendezvous)))
         return connections
@@ -193,13 +215,15 @@ class MultiProcessExecutor:
         for rank in range(replica * size, (replica + 1) * size):
             self._ranks.send(rank, STEP, body)
 
-    def receive(self) -> tuple[int, ModelRunnerOutput]:
+    def receive(self) -> tuple[int, ModelRunnerOutput] | None:
         """See Executor.receive."""
         # Look for failures first: an output may be the consequence of one.
         self.check_health()
         assert any(self._in_flight), "nothing was submitted"
         while not self._ranks.outputs:
             self._poll(POLL_S)
+            if not self._ranks.outputs and self._ranks.is_woken():
+                return None
         rank, body = self._ranks.outputs.popleft()
         replica = rank // self._config.parallel.replica_size
         output = self._decoder.decode(body)
@@ -209,9 +233,13 @@ class MultiProcessExecutor:
 
     def check_health(self) -> None:
         """See Executor.check_health."""
+        self.wait(0.0)
+
+    def wait(self, timeout_s: float) -> None:
+        """See Executor.wait."""
         if self._failure is not None:
             raise EngineDeadError(self._failure)
-        self._poll(0.0)
+        self._poll(timeout_s)
 
     def _poll(self, timeout_s: float) -> None:
         oldest = [steps[0] for steps in self._in_flight if steps]

@@ -9,7 +9,8 @@ from types import TracebackType
 from typing import Any
 
 from prefold.engine.args import EngineArgs
-from prefold.engine.engine import EngineMetrics, LLMEngine
+from prefold.engine.core import EngineMetrics
+from prefold.engine.engine import LLMEngine
 from prefold.request import RequestOutput, SamplingParams
 
 Prompt = str | Sequence[int] | Mapping[str, Any]

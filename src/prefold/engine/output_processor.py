@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from prefold.engine.core_messages import CoreOutputs
 from prefold.engine.stop_strings import StoppableText
 from prefold.request import CompletionOutput, Logprob, RequestMetrics, RequestOutput, SamplingParams
 from prefold.step import TokenLogprobs
@@ -58,8 +59,8 @@ class _Sample:
 
 
 @dataclass
-class _Group:
-    """A request as the caller made it."""
+class LiveRequest:
+    """A request as the caller made it, and what has become of it so far."""
 
     request_id: str
     prompt: str | None
@@ -74,6 +75,19 @@ class _Group:
     def finished(self) -> bool:
         return all(sample.finish_reason is not None for sample in self.samples.values())
 
+    def output(self) -> RequestOutput:
+        """All there is by now; a copy that does not change any more."""
+        prompt_logprobs = self.prompt_logprobs
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=[sample.output() for sample in self.samples.values()],
+            finished=self.finished,
+            prompt_logprobs=None if prompt_logprobs is None else list(prompt_logprobs),
+            metrics=replace(self.metrics),
+        )
+
 
 class OutputProcessor:
     """State of all requests between the scheduler and the caller.
@@ -86,7 +100,7 @@ class OutputProcessor:
     def __init__(self, tokenizer: TokenizerLike | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._tokenizer = tokenizer
         self._clock = clock
-        self._groups: dict[str, _Group] = {}  # by sample id; the samples of a request share one group
+        self._groups: dict[str, LiveRequest] = {}  # by sample id; the samples of a request share one group
         self._sample_ids: dict[str, list[str]] = {}  # by request id
 
     @property
@@ -117,7 +131,7 @@ class OutputProcessor:
             raise ValueError(f"request id {request_id!r} is in use")
         if params.stop and self._tokenizer is None:
             raise ValueError(f"stop={list(params.stop)} needs a tokenizer; stop_token_ids works without one")
-        group = _Group(
+        group = LiveRequest(
             request_id=request_id,
             prompt=prompt,
             prompt_token_ids=prompt_token_ids,
@@ -146,7 +160,35 @@ class OutputProcessor:
         if group is not None:
             group.metrics.num_preemptions += 1
 
-    def process(
+    def apply(self, outputs: CoreOutputs) -> tuple[list[LiveRequest], set[str]]:
+        """Take the engine's news.
+
+        Returns:
+            The requests that have something new to show, and the ids that met a stop string: see `update`.
+        """
+        for new in outputs.scheduled:
+            if new.preempted:
+                self.mark_preempted(new.sample_id)
+            self.mark_scheduled(new.sample_id, new.time_s, new.num_cached_tokens)
+        news: dict[str, LiveRequest] = {}
+        to_stop: set[str] = set()
+        for sample in outputs.samples:
+            request, stopped = self.update(
+                sample.sample_id,
+                sample.new_token_ids,
+                logprobs=sample.logprobs,
+                prompt_logprobs=sample.prompt_logprobs,
+                prompt_start=sample.prompt_start,
+                finish_reason=sample.finish_reason,
+                stop_reason=sample.stop_reason,
+                now=outputs.time_s,
+            )
+            to_stop |= stopped
+            if request is not None:
+                news[request.request_id] = request
+        return list(news.values()), to_stop
+
+    def update(
         self,
         sample_id: str,
         new_token_ids: Sequence[int] = (),
@@ -157,12 +199,12 @@ class OutputProcessor:
         finish_reason: str | None = None,
         stop_reason: int | str | None = None,
         now: float | None = None,
-    ) -> tuple[RequestOutput | None, set[str]]:
+    ) -> tuple[LiveRequest | None, set[str]]:
         """One step's result of one sample.
 
         Args:
-            sample_id: as returned by `add_request`. Unknown ids are ignored: a step may still be under
-                way when its request is aborted.
+            sample_id: as returned by `add_request`. Unknown ids, and samples that have ended here, are
+                ignored: a step may still be under way when its request is aborted or meets a stop string.
             new_token_ids: tokens sampled in this step.
             logprobs: one entry per new token, if the request asked for them.
             prompt_logprobs: entry i is about prompt token `prompt_start + i + 1`.
@@ -171,14 +213,15 @@ class OutputProcessor:
             finish_reason, stop_reason: set if the scheduler has finished the request.
 
         Returns:
-            The request so far (None if there is nothing new to show), and the ids that met a stop
-            string: the scheduler must drop them as finished "stop".
+            The request (None if there is nothing new to show), and the ids that met a stop string: the
+            scheduler must drop them as finished "stop".
         """
         group = self._groups.get(sample_id)
         if group is None:
             return None, set()
         sample = group.samples[sample_id]
-        assert sample.finish_reason is None, f"{sample_id!r} has finished"
+        if sample.finish_reason is not None:
+            return None, set()
         if sample.index == 0 and prompt_logprobs:
             self._add_prompt_logprobs(group, prompt_logprobs, prompt_start)
         now = self._now(now)
@@ -194,7 +237,7 @@ class OutputProcessor:
         if group.finished:
             return self._finish(group, now), to_stop
         if group.stream and (new_token_ids or finish_reason is not None):
-            return _request_output(group, finished=False), to_stop
+            return group, to_stop
         return None, to_stop
 
     def abort(self, request_id: str, now: float | None = None) -> tuple[RequestOutput | None, set[str]]:
@@ -223,7 +266,7 @@ class OutputProcessor:
             sample = group.samples[sample_id]
             self._flush(group, sample)
             sample.finish_reason, sample.stop_reason = finish_reason, stop_reason
-        return self._finish(group, self._now(now)), unfinished
+        return self._finish(group, self._now(now)).output(), unfinished
 
     def _now(self, now: float | None) -> float:
         return self._clock() if now is None else now
@@ -239,7 +282,7 @@ class OutputProcessor:
 
     def _add_tokens(
         self,
-        group: _Group,
+        group: LiveRequest,
         sample: _Sample,
         new_token_ids: Sequence[int],
         logprobs: Sequence[TokenLogprobs],
@@ -260,13 +303,13 @@ class OutputProcessor:
                 return True
         return False
 
-    def _flush(self, group: _Group, sample: _Sample) -> bool:
+    def _flush(self, group: LiveRequest, sample: _Sample) -> bool:
         """Append what the detokenizer held back; True if that completes a stop string."""
         if sample.detokenizer is None:
             return False
         return sample.text.append(sample.detokenizer.finish(), _may_stop(group, sample))
 
-    def _add_prompt_logprobs(self, group: _Group, entries: Sequence[TokenLogprobs], start: int) -> None:
+    def _add_prompt_logprobs(self, group: LiveRequest, entries: Sequence[TokenLogprobs], start: int) -> None:
         have = group.prompt_logprobs
         assert have is not None, f"{group.request_id!r} asked for no prompt logprobs"
         first = start + 1  # what position `start` predicts
@@ -282,7 +325,7 @@ class OutputProcessor:
             for token_id, logprob, rank in zip(entry.token_ids, entry.logprobs, entry.ranks, strict=True)
         }
 
-    def _finish(self, group: _Group, now: float) -> RequestOutput:
+    def _finish(self, group: LiveRequest, now: float) -> LiveRequest:
         """Complete the metrics and forget the request."""
         metrics = group.metrics
         metrics.latency_s = now - metrics.arrival_time
@@ -291,22 +334,9 @@ class OutputProcessor:
             metrics.tpot_s = (metrics.latency_s - metrics.ttft_s) / (num_tokens - 1)
         for sample_id in self._sample_ids.pop(group.request_id):
             del self._groups[sample_id]
-        return _request_output(group, finished=True)
+        return group
 
 
-def _may_stop(group: _Group, sample: _Sample) -> bool:
+def _may_stop(group: LiveRequest, sample: _Sample) -> bool:
     """Whether a stop string that the latest token completed counts: not within `min_tokens`."""
     return len(sample.token_ids) > group.params.min_tokens
-
-
-def _request_output(group: _Group, finished: bool) -> RequestOutput:
-    prompt_logprobs = group.prompt_logprobs
-    return RequestOutput(
-        request_id=group.request_id,
-        prompt=group.prompt,
-        prompt_token_ids=group.prompt_token_ids,
-        outputs=[sample.output() for sample in group.samples.values()],
-        finished=finished,
-        prompt_logprobs=None if prompt_logprobs is None else list(prompt_logprobs),
-        metrics=replace(group.metrics),
-    )

@@ -96,13 +96,19 @@ class Ranks:
         nodes: channels to the other commands that have started ranks, by their number.
         local: the ranks that are children of this process.
         limit_s: a rank that does not answer for so long has failed; may be changed.
+        wakeup: a file descriptor; `poll` does not wait while it can be read.
 
     Attributes:
         outputs: (rank, encoded output) as they came.
     """
 
     def __init__(
-        self, ranks: list[Rank], nodes: dict[int, Channel], local: LocalRanks, limit_s: float
+        self,
+        ranks: list[Rank],
+        nodes: dict[int, Channel],
+        local: LocalRanks,
+        limit_s: float,
+        wakeup: int | None = None,
     ) -> None:
         self.ranks = ranks
         self.outputs: deque[tuple[int, bytes]] = deque()
@@ -110,6 +116,7 @@ class Ranks:
         self._nodes = dict(nodes)
         self._names = {rank.node: rank.place for rank in ranks}
         self._local = local
+        self._wakeup = wakeup
         self._lost_node: int | None = None
         self._next_ping = 0.0
         self._polled = time.monotonic()
@@ -136,6 +143,10 @@ class Ranks:
         if self._lost_node is not None or any(map(self._has_failed, self.ranks)):
             raise self._find_cause(step)
 
+    def is_woken(self) -> bool:
+        """Whether `wakeup` can be read."""
+        return self._wakeup is not None and bool(select.select([self._wakeup], [], [], 0.0)[0])
+
     def _has_failed(self, rank: Rank) -> bool:
         silent = rank.silent_s > self.limit_s
         return rank.failure is not None or rank.gone or silent or self._is_stuck(rank)
@@ -157,6 +168,9 @@ class Ranks:
         for node, channel in self._nodes.items():
             poller.register(channel, select.POLLIN)
             readers[channel.fileno()] = partial(self._read_node, node)
+        if self._wakeup is not None:
+            poller.register(self._wakeup, select.POLLIN)
+            readers[self._wakeup] = _nothing
         ready = poller.poll(min(timeout_s, self._ping_every_s) * 1000)
         # A longer gap than that means that this process was busy or suspended, and so perhaps were the ranks.
         now = time.monotonic()
@@ -257,6 +271,10 @@ class Ranks:
         while rank.exit_code is None and rank.node in self._nodes and time.monotonic() < deadline:
             self._listen(deadline - time.monotonic())
         return "closed its connection" if rank.exit_code is None else describe_exit(rank.exit_code)
+
+
+def _nothing() -> None:
+    """Whoever is woken reads the wake-up himself."""
 
 
 def _describe_silence(silent: list[Rank], step: int | None) -> str:

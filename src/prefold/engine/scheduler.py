@@ -27,6 +27,7 @@ from dataclasses import dataclass
 
 from prefold.config import EngineConfig
 from prefold.engine.kv_cache_manager import KVCacheManager
+from prefold.engine.request_checks import check_servable
 from prefold.request import Request, RequestStatus
 from prefold.step import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
 
@@ -50,6 +51,7 @@ class Scheduler:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
             if getattr(limits, name) < 1:
                 raise ValueError(f"{name}={getattr(limits, name)} must be at least 1")
+        self._config = config
         self.max_num_seqs = limits.max_num_seqs
         self.max_model_len = limits.max_model_len
         self.max_num_scheduled_tokens = limits.max_num_batched_tokens * parallel.prefill_context_parallel_size
@@ -57,12 +59,6 @@ class Scheduler:
         self.kv = KVCacheManager(
             config.cache.num_blocks, config.virtual_block_size, config.cache.enable_prefix_caching
         )
-        self._blocks_name = f"blocks of {config.virtual_block_size} tokens"
-        if parallel.decode_context_parallel_size > 1:
-            self._blocks_name = (
-                f"virtual {self._blocks_name} (block_size={config.cache.block_size} x "
-                f"decode_context_parallel_size={parallel.decode_context_parallel_size})"
-            )
         self.requests: dict[str, Request] = {}
         """Unfinished requests by id."""
         self.waiting: deque[Request] = deque()
@@ -83,36 +79,13 @@ class Scheduler:
 
     def add_request(self, request: Request) -> None:
         """Queue a request. ValueError if it could never be served, with the numbers."""
-        self.check_servable(request.request_id, request.num_prompt_tokens, request.max_tokens)
+        check_servable(self._config, request.request_id, request.num_prompt_tokens, request.max_tokens)
         if request.request_id in self.requests:
             raise ValueError(f"request id {request.request_id!r} is in use")
         self.requests[request.request_id] = request
         request.num_cached_tokens = self.kv.num_cached_tokens(request)
         self.waiting.append(request)
         self._num_waiting_tokens += _uncached_tokens(request)
-
-    def check_servable(self, request_id: str, num_prompt_tokens: int, max_tokens: int) -> None:
-        """Raise ValueError unless the request fits the model and, alone, the KV cache."""
-        if num_prompt_tokens < 1:
-            raise ValueError(f"request {request_id!r} has an empty prompt")
-        if max_tokens < 0:
-            raise ValueError(f"request {request_id!r}: max_tokens={max_tokens} must be at least 0")
-        if num_prompt_tokens + min(max_tokens, 1) > self.max_model_len:
-            exceeds = "and with at least one generated token that exceeds" if max_tokens else "which exceeds"
-            raise ValueError(
-                f"request {request_id!r}: the prompt has {num_prompt_tokens} tokens, {exceeds} "
-                f"max_model_len={self.max_model_len}"
-            )
-        # The last token, generated or a target, is never computed, so its KV needs no slot.
-        num_slots = max(1, min(num_prompt_tokens + max_tokens, self.max_model_len) - 1)
-        needed, pool = self.kv.blocks_for(num_slots), self.kv.pool
-        if needed > pool.num_blocks:
-            raise ValueError(
-                f"request {request_id!r} may need {num_slots} tokens of KV cache ({num_prompt_tokens} "
-                f"prompt tokens, max_tokens={max_tokens}): {needed} {self._blocks_name}, "
-                f"but the cache has {pool.num_blocks}. Raise num_blocks (or kv_cache_memory_bytes), or "
-                f"lower max_tokens"
-            )
 
     def abort_request(self, request_id: str) -> Request | None:
         """Abort one request; see `abort_requests`."""
