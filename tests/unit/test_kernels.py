@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from prefold.kernels import native
+from prefold.kernels import library, native
 
 ROWS = (0, 1, 2, 3, 4, 5, 7, 8, 9, 47)
 COLUMNS = (0, 1, 3, 4, 5, 8, 31, 33, 127, 128, 129)
@@ -26,8 +26,8 @@ def one_thread() -> Iterator[None]:
 
 def require_library() -> tuple[str, ...]:
     """Fails, and does not skip: whoever runs these tests has a compiler, and a build that broke must show."""
-    assert native.instruction_sets(), "the native library was not built: see setup.py"
-    return native.instruction_sets()
+    assert library.instruction_sets(), "the native library was not built: see setup.py"
+    return library.instruction_sets()
 
 
 def test_the_library_is_built_and_knows_this_processor() -> None:

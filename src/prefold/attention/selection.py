@@ -2,7 +2,8 @@
 
 A score and its key's position are one int64 number, so that a plain top-k has one possible answer: of
 equal scores, which relu makes common, the one with the lowest position wins. This is the rule on every
-layout, whatever the tiles in which keys come.
+layout, whatever the tiles in which keys come. The native kernel has the same rule, and makes a score of the
+same bits in any tile; torch's products may differ in the last bit where tiles do.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 
 from prefold.attention.backend import IndexQueries
 from prefold.attention.walk import Latents, Run
+from prefold.kernels import indexer
 from prefold.workspace import Workspace
 
 QUERY_BLOCK = 128
@@ -73,6 +75,9 @@ class KeySelector:
             end = min(start + QUERY_BLOCK, run.end)
             tokens = slice(run.offset + start - run.start, run.offset + end - run.start)
             block = IndexQueries(index.q[tokens], index.weights[tokens])
+            if indexer.can_select(block.q, index_keys(0, 1).dtype):
+                self._select_natively(block, start, end, index_keys, out[start - run.start : end - run.start])
+                continue
             best = torch.empty((end - start, 0), dtype=torch.int64, device=out.device)
             for first in range(0, end, self._tile_tokens):
                 last = min(first + self._tile_tokens, end)
@@ -82,6 +87,19 @@ class KeySelector:
                 candidates = torch.cat((best, ranked(scores, first)), dim=1)
                 best = candidates.topk(min(self._topk, candidates.shape[1]), dim=1, sorted=False).values
             out[start - run.start : end - run.start].copy_(positions_of(best))
+
+    def _select_natively(
+        self, index: IndexQueries, start: int, end: int, index_keys: Latents, out: torch.Tensor
+    ) -> None:
+        """The same for the queries at positions [start, end)."""
+        limits = torch.arange(start + 1, end + 1)
+        shape = (2, end - start, indexer.capacity(self._topk))
+        candidates = self._workspace.get("selection.candidates", shape, torch.int32)
+        best = indexer.TopKeys(index.q, index.weights, limits, self._topk, candidates)
+        for first in range(0, end, self._tile_tokens):
+            best.add(index_keys(first, min(first + self._tile_tokens, end)), first)
+        _, positions = best.finish()
+        out.copy_(positions)
 
     def _scores(self, index: IndexQueries, keys: torch.Tensor) -> torch.Tensor:
         """[queries, keys] float32, in a buffer."""

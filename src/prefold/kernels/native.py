@@ -4,42 +4,22 @@ torch multiplies a few rows with a bfloat16 matrix at a third of the rate at whi
 rounds the rows to bfloat16 first. These kernels read the matrix once and keep everything else float32,
 so a row's result does not depend on how many others it is computed with.
 
-The library is compiled when the package is installed, if there is a C++ compiler (setup.py). Where it is
-missing, or where a rank has several threads, `can_multiply` says so and callers take torch.
+Where the library is missing, or where a rank has several threads, `can_multiply` says so and callers take
+torch.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
-INSTRUCTION_SETS = ("portable", "avx2", "avx512")
+from prefold.kernels import library
 
-
-def _load_library() -> ctypes.CDLL | None:
-    for path in sorted(Path(__file__).parent.glob("_bf16*.so")):
-        try:
-            library = ctypes.CDLL(str(path))
-        except OSError:  # built for another machine
-            continue
-        size, array = ctypes.c_int64, (ctypes.c_void_p, ctypes.c_int64)
-        for function in (library.prefold_linear, library.prefold_combine):
-            function.argtypes = (ctypes.c_int, *[size] * 4, *array * 3, *[size] * 3)
-            function.restype = None
-        return library
-    return None
-
-
-_LIBRARY = _load_library()
-_BEST = -1 if _LIBRARY is None else _LIBRARY.prefold_instruction_set()
-
-
-def instruction_sets() -> tuple[str, ...]:
-    """What this processor can run, best last; nothing if the library was not built."""
-    return INSTRUCTION_SETS[: _BEST + 1]
+_ARGUMENTS = (*[ctypes.c_int64] * 4, *(ctypes.c_void_p, ctypes.c_int64) * 3, *[ctypes.c_int64] * 3)
+_linear = library.declare("linear", *_ARGUMENTS)
+_combine = library.declare("combine", *_ARGUMENTS)
 
 
 def can_multiply(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> bool:
@@ -48,8 +28,7 @@ def can_multiply(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> bool:
         x.dtype == out.dtype == torch.float32
         and w.dtype == torch.bfloat16
         and w.device.type == "cpu"
-        and torch.get_num_threads() == 1
-        and _LIBRARY is not None
+        and library.is_available()
     )
 
 
@@ -62,13 +41,12 @@ def linear(
         x: [m, k] or [batch, m, k] float32; any strides but the last, which is 1. So are those of the others.
         w: [n, k] or [batch, n, k] bfloat16.
         out: [m, n] or [batch, m, n] float32, written.
-        instruction_set: one of `instruction_sets()`; default: the best.
+        instruction_set: one of `library.instruction_sets()`; default: the best.
     """
-    assert _LIBRARY is not None
     rows, depth = x.shape[-2:]
     assert w.shape[-1] == depth, (x.shape, w.shape)
     assert out.shape[-2:] == (rows, w.shape[-2]), (x.shape, w.shape, out.shape)
-    return _call(_LIBRARY.prefold_linear, x, w, out, w.shape[-2], instruction_set)
+    return _call(_linear, x, w, out, w.shape[-2], instruction_set)
 
 
 def combine(
@@ -76,11 +54,10 @@ def combine(
 ) -> torch.Tensor:
     """out[..., m, c] = sum over d of x[..., m, d] * w[..., d, c]: rows of w, weighted. As `linear`, but
     w is [d, c] or [batch, d, c]."""
-    assert _LIBRARY is not None
     rows, depth = x.shape[-2:]
     assert w.shape[-2] == depth, (x.shape, w.shape)
     assert out.shape[-2:] == (rows, w.shape[-1]), (x.shape, w.shape, out.shape)
-    return _call(_LIBRARY.prefold_combine, x, w, out, w.shape[-1], instruction_set)
+    return _call(_combine, x, w, out, w.shape[-1], instruction_set)
 
 
 def _call(
@@ -97,7 +74,7 @@ def _call(
     batch = x.shape[0] if x.ndim == 3 else 1
     steps = (x.stride(0), w.stride(0), out.stride(0)) if x.ndim == 3 else (0, 0, 0)
     function(
-        _BEST if instruction_set is None else INSTRUCTION_SETS.index(instruction_set),
+        instruction_set,
         batch,
         *steps,
         x.data_ptr(),

@@ -1,0 +1,167 @@
+// Vectors of LANES float32, for one instruction set; included by instruction_sets.h.
+
+constexpr int LANES = PREFOLD_LANES;
+
+typedef float Floats __attribute__((vector_size(4 * PREFOLD_LANES)));
+typedef int32_t Ints __attribute__((vector_size(4 * PREFOLD_LANES)));
+typedef uint32_t Bits __attribute__((vector_size(4 * PREFOLD_LANES)));
+typedef uint16_t Halves __attribute__((vector_size(2 * PREFOLD_LANES)));
+
+static INLINE Floats load(const float* from) {
+    Floats floats;
+    std::memcpy(&floats, from, sizeof floats);
+    return floats;
+}
+
+// A bfloat16 value is the upper half of a float32.
+static INLINE Floats load(const uint16_t* from) {
+    Halves halves;
+    std::memcpy(&halves, from, sizeof halves);
+    return (Floats)(__builtin_convertvector(halves, Bits) << 16);
+}
+
+static INLINE void store(float* to, Floats floats) { std::memcpy(to, &floats, sizeof floats); }
+
+static INLINE float scalar(float value) { return value; }
+
+static INLINE float scalar(uint16_t bfloat16) {
+    uint32_t bits = (uint32_t)bfloat16 << 16;
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+// Subtracting 0 costs nothing; adding it would change -0.0.
+static INLINE Floats splat(float value) { return value - Floats{}; }
+
+static INLINE Floats maximum(Floats a, Floats b) {
+#if PREFOLD_LANES == 16
+    return _mm512_max_ps(a, b);
+#elif PREFOLD_LANES == 8
+    return _mm256_max_ps(a, b);
+#else
+    return (Floats)(((Bits)a & (Bits)(a > b)) | ((Bits)b & ~(Bits)(a > b)));
+#endif
+}
+
+// a[0], b[0], a[1], b[1], ...: of the lower, of the upper halves.
+static INLINE Floats zip_low(Floats a, Floats b) {
+    Ints from;
+    for (int i = 0; i < LANES; i++) from[i] = i / 2 + (i % 2) * LANES;
+    return __builtin_shuffle(a, b, from);
+}
+
+static INLINE Floats zip_high(Floats a, Floats b) {
+    Ints from;
+    for (int i = 0; i < LANES; i++) from[i] = (i + LANES) / 2 + (i % 2) * LANES;
+    return __builtin_shuffle(a, b, from);
+}
+
+// rows[i][j] -> rows[j][i].
+static INLINE void transpose(Floats* rows) {
+    Floats next[LANES];
+#pragma GCC unroll 4
+    for (int round = 1; round < LANES; round *= 2) {
+#pragma GCC unroll 8
+        for (int i = 0; i < LANES / 2; i++) {
+            next[2 * i] = zip_low(rows[i], rows[i + LANES / 2]);
+            next[2 * i + 1] = zip_high(rows[i], rows[i + LANES / 2]);
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++) rows[i] = next[i];
+    }
+}
+
+// The sum of each of LANES vectors, in its lane. All are summed in the same order.
+static INLINE Floats sums(Floats* vectors) {
+#pragma GCC unroll 4
+    for (int half = LANES / 2; half > 0; half /= 2)
+#pragma GCC unroll 8
+        for (int i = 0; i < half; i++)
+            vectors[i] = zip_low(vectors[i], vectors[i + half]) + zip_high(vectors[i], vectors[i + half]);
+    return vectors[0];
+}
+
+static INLINE float largest(Floats floats) {
+    float value = floats[0];
+    for (int i = 1; i < LANES; i++) value = floats[i] > value ? floats[i] : value;
+    return value;
+}
+
+static INLINE float total(Floats floats) {
+    float value = 0;
+    for (int i = 0; i < LANES; i++) value += floats[i];
+    return value;
+}
+
+// 2^x within 1.5e-7 of its value, for x below 128; 0 instead of a denormal number.
+static INLINE Floats exp2(Floats x) {
+#if PREFOLD_LANES == 16
+    // What lies above the next lower integer; scalef takes that integer for the exponent.
+    const Floats fraction = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF);
+#else
+    x = maximum(splat(-127.0f), x);
+    Ints whole = __builtin_convertvector(x, Ints);
+    whole += (Ints)(__builtin_convertvector(whole, Floats) > x);
+    const Floats fraction = x - __builtin_convertvector(whole, Floats);
+#endif
+    // The polynomial with the smallest relative error on [0, 1].
+    Floats y = splat(0.0018775767f);
+    y = y * fraction + 0.00898934f;
+    y = y * fraction + 0.055826318f;
+    y = y * fraction + 0.24015361f;
+    y = y * fraction + 0.6931531f;
+    y = y * fraction + 0.99999994f;
+#if PREFOLD_LANES == 16
+    return _mm512_scalef_ps(y, x);
+#else
+    return y * (Floats)((whole + 127) << 23);
+#endif
+}
+
+// The processor takes denormal numbers for 0 while this exists: one costs as much as a hundred others.
+struct NoDenormals {
+#if defined(__x86_64__)
+    unsigned before;
+    INLINE NoDenormals() : before(_mm_getcsr()) { _mm_setcsr(before | 0x8040); }
+    INLINE ~NoDenormals() { _mm_setcsr(before); }
+#endif
+};
+
+// sums[i][c] += sum over d < depth of rows[d * R + i] * panel[d * width + c * LANES ...]: each sum in
+// the order of d, one multiply-add after the other, wherever in the panel it stands.
+template <int R, int C>
+static INLINE void multiply_panel(const float* rows, const float* panel, int64_t depth, int64_t width,
+                                  Floats (&sums)[R][C]) {
+    for (int64_t d = 0; d < depth; d++) {
+        Floats columns[C];
+#pragma GCC unroll 8
+        for (int c = 0; c < C; c++) columns[c] = load(panel + d * width + c * LANES);
+#pragma GCC unroll 16
+        for (int i = 0; i < R; i++) {
+            const Floats row = splat(rows[d * R + i]);
+#pragma GCC unroll 8
+            for (int c = 0; c < C; c++) sums[i][c] += row * columns[c];
+        }
+    }
+}
+
+// panel[d * width + j] = rows[j * stride + d] for j < count <= width, and 0 for the others.
+template <typename T>
+static INLINE void pack_panel(const T* rows, int64_t stride, int64_t count, int64_t depth, int64_t width,
+                              float* panel) {
+    for (int64_t first = 0; first < width; first += LANES) {
+        const int64_t present = std::min<int64_t>(std::max<int64_t>(count - first, 0), LANES);
+        int64_t d = 0;
+        for (; d + LANES <= depth; d += LANES) {
+            Floats square[LANES];
+            for (int i = 0; i < LANES; i++)
+                square[i] = i < present ? load(rows + (first + i) * stride + d) : Floats{};
+            transpose(square);
+            for (int i = 0; i < LANES; i++) store(panel + (d + i) * width + first, square[i]);
+        }
+        for (; d < depth; d++)
+            for (int i = 0; i < LANES; i++)
+                panel[d * width + first + i] = i < present ? scalar(rows[(first + i) * stride + d]) : 0.0f;
+    }
+}
