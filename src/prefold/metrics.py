@@ -91,14 +91,14 @@ class StepRecord(msgspec.Struct, array_like=True):
     num_decode_tokens: int
     num_requests: int
     rows: list[RowParts]
-    rank_tokens: list[int]
-    rank_causal_pairs: list[int]
-    forward_s: float
-    bytes_sent: dict[str, int]
-    calls: dict[str, int]
-    collective_s: dict[str, float]
-    layer_s: list[float]
-    ways: dict[str, int]
+    rank_tokens: list[int] = []
+    rank_causal_pairs: list[int] = []
+    forward_s: float = 0.0
+    bytes_sent: dict[str, int] = {}
+    calls: dict[str, int] = {}
+    collective_s: dict[str, float] = {}
+    layer_s: list[float] = []
+    ways: dict[str, int] = {}
 
 
 class RequestState(msgspec.Struct, array_like=True):
@@ -134,6 +134,7 @@ class Totals(msgspec.Struct, array_like=True):
     Attributes:
         num_steps: per replica, summed; empty steps of replicas in lockstep do not count.
         num_prompt_tokens: of the prompts that were completed, tokens found in the prefix cache included.
+        num_prefill_tokens, num_decode_tokens: computed; those of a preempted request again.
         num_generation_tokens: sampled, those cut off after the end of a request included.
         num_preemptions: requests that gave their blocks back and started anew.
         prefix_query_tokens, prefix_hit_tokens: looked up in the prefix cache, and found there.
@@ -146,6 +147,8 @@ class Totals(msgspec.Struct, array_like=True):
 
     num_steps: int = 0
     num_prompt_tokens: int = 0
+    num_prefill_tokens: int = 0
+    num_decode_tokens: int = 0
     num_generation_tokens: int = 0
     num_preemptions: int = 0
     prefix_query_tokens: int = 0
@@ -200,6 +203,7 @@ class EngineSnapshot(msgspec.Struct, array_like=True):
             ones hold content that a new request could reuse, be they used or free.
         requests: running ones first, then waiting ones in order, at most MAX_REQUESTS in all.
         steps: those done since the last snapshot, the latest MAX_STEPS of them.
+        in_flight: those being computed: what ranks report is empty, and `duration_s` is the time until now.
     """
 
     time_s: float = 0.0
@@ -212,6 +216,7 @@ class EngineSnapshot(msgspec.Struct, array_like=True):
     totals: Totals = msgspec.field(default_factory=Totals)
     requests: list[RequestState] = []
     steps: list[StepRecord] = []
+    in_flight: list[StepRecord] = []
 
 
 def imbalance(counts: list[int]) -> float:

@@ -175,6 +175,7 @@ def test_a_step_is_recorded_with_what_its_rank_says():
     assert [step.step_id for step in snapshot.steps] == [1], "a step is told once"
     totals = snapshot.totals
     assert (totals.num_steps, totals.num_prompt_tokens, totals.num_generation_tokens) == (2, 20, 2)
+    assert (totals.num_prefill_tokens, totals.num_decode_tokens) == (20, 1)
     assert (totals.rank_tokens, totals.rank_causal_pairs, totals.forward_s) == ([20, 20], [200, 220], 0.5)
     assert (totals.bytes_sent, totals.calls) == ({"pcp.all_gather": 160}, {"pcp.all_gather": 6})
     assert totals.step_seconds.counts == [0] * 8 + [2] + [0] * 8  # 0.5 s each
@@ -190,6 +191,20 @@ def test_a_snapshot_is_not_changed_by_later_steps():
     sent = msgspec.msgpack.encode(before)
     engine.step(StepStats([1], [11], bytes_sent={"x": 1}))
     assert msgspec.msgpack.encode(before) == sent
+
+
+def test_steps_in_flight_are_shown():
+    engine = Engine(prefill_context_parallel_size=2)
+    engine.add("a", 20)
+    step = engine.schedule()
+    engine.now += 0.75
+    (flying,) = engine.snapshot().in_flight
+    assert (flying.step_id, flying.duration_s, flying.num_prefill_tokens) == (step.step_id, 0.75, 20)
+    assert flying.rank_tokens == []
+    engine.complete(step)
+    snapshot = engine.snapshot()
+    assert snapshot.in_flight == []
+    assert snapshot.steps[0].rows == flying.rows
 
 
 def test_time_between_tokens_is_counted_per_token():

@@ -29,7 +29,7 @@ from prefold.metrics import (
     Totals,
 )
 from prefold.request import Request, RequestStatus
-from prefold.step import ModelRunnerOutput, SchedulerOutput
+from prefold.step import ModelRunnerOutput, SchedulerOutput, StepStats
 
 MAX_ROWS = 32
 """Prefills of a step that are drawn."""
@@ -46,6 +46,7 @@ class _StepInFlight:
     """What is known of a step when it is scheduled. `num_prompt_tokens`: of the prompts that it completes."""
 
     scheduled_at: float
+    num_requests: int
     num_prefill_tokens: int
     num_decode_tokens: int
     rows: list[RowParts] = field(default_factory=list)
@@ -91,7 +92,7 @@ class EngineObserver:
         if prefills:
             pending = self._with_prefills(step, prefills, total, now)
         else:
-            pending = _StepInFlight(now, 0, total)
+            pending = _StepInFlight(now, len(step.num_scheduled_tokens), 0, total)
         self._in_flight[replica, step.step_id] = pending
 
     def _with_prefills(
@@ -100,7 +101,7 @@ class EngineObserver:
         """The step's prefills and decodes told apart, by the requests' state."""
         computed = {r.request_id: r.num_computed_tokens for r in (*step.new_requests, *step.cached_requests)}
         is_prefill = [request_id in prefills for request_id in step.num_scheduled_tokens]
-        pending = _StepInFlight(now, 0, total)
+        pending = _StepInFlight(now, len(step.num_scheduled_tokens), 0, total)
         if not any(is_prefill):
             return pending
         pending.rows = self._rows(step.num_scheduled_tokens, computed, is_prefill, prefills)
@@ -161,6 +162,8 @@ class EngineObserver:
             return
         stats = output.stats
         self.totals.add_step(stats, replica)
+        self.totals.num_prefill_tokens += pending.num_prefill_tokens
+        self.totals.num_decode_tokens += pending.num_decode_tokens
         self.totals.num_generation_tokens += sum(map(len, output.sampled_token_ids.values()))
         self.totals.num_prompt_tokens += pending.num_prompt_tokens
         self.totals.step_seconds.observe(now - pending.scheduled_at)
@@ -168,25 +171,22 @@ class EngineObserver:
             # What is decoded was computed by a step before.
             self.totals.inter_token_seconds.observe(now - self._ends[replica][0], pending.num_decode_tokens)
         self._ends[replica].append(now)
-        self._done.append(
-            StepRecord(
-                step_id=step.step_id,
-                replica=replica,
-                start_s=pending.scheduled_at + self._to_unix,
-                duration_s=now - pending.scheduled_at,
-                num_prefill_tokens=pending.num_prefill_tokens,
-                num_decode_tokens=pending.num_decode_tokens,
-                num_requests=len(step.num_scheduled_tokens),
-                rows=pending.rows,
-                rank_tokens=stats.rank_tokens,
-                rank_causal_pairs=stats.rank_causal_pairs,
-                forward_s=stats.forward_s,
-                bytes_sent=stats.bytes_sent,
-                calls=stats.calls,
-                collective_s=stats.collective_s,
-                layer_s=stats.layer_s,
-                ways=stats.ways,
-            )
+        record = self._record(replica, step.step_id, pending, now)
+        for name in StepStats.__struct_fields__:
+            setattr(record, name, getattr(stats, name))
+        self._done.append(record)
+
+    def _record(self, replica: int, step_id: int, pending: _StepInFlight, now: float) -> StepRecord:
+        """All but what the ranks report."""
+        return StepRecord(
+            step_id=step_id,
+            replica=replica,
+            start_s=pending.scheduled_at + self._to_unix,
+            duration_s=now - pending.scheduled_at,
+            num_prefill_tokens=pending.num_prefill_tokens,
+            num_decode_tokens=pending.num_decode_tokens,
+            num_requests=pending.num_requests,
+            rows=pending.rows,
         )
 
     def snapshot(self, schedulers: Sequence[Scheduler], now: float) -> EngineSnapshot:
@@ -211,6 +211,7 @@ class EngineObserver:
             totals=totals.plus(Totals()),  # a copy
             requests=_request_states(schedulers, now),
             steps=steps,
+            in_flight=[self._record(*key, pending, now) for key, pending in self._in_flight.items()],
         )
 
 
