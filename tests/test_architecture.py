@@ -44,7 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     # Foundation: no torch, and nothing above.
     "config": set(),
     "request": set(),
-    "kv_spec": set(),
+    "kv_spec": {"config"},
     "kv_ownership": set(),
     "hardware": set(),
     "checkpoint_files": set(),
@@ -75,7 +75,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     # What computes. `layers` and `attention` do not know each other; a model gets attention as `ctx`.
     "workspace": set(),
     "distributed": {"distributed.mesh", "config"},
-    "attention": {"config", "kv_ownership", "workspace", "distributed", "kernels"},
+    "attention": {"config", "kv_spec", "kv_ownership", "workspace", "distributed", "kernels"},
     "layers": {"config", "traffic", "workspace", "distributed", "kernels"},
     "loader": {"layers", "checkpoint_files", "config", "quantization"},
     "attention.backend": {"config"},  # what a model sees of attention: nothing of PCP

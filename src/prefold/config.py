@@ -284,11 +284,12 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """The paged KV cache of one rank."""
+    """The paged KV cache of one rank. `cache_dtype`: how its rows are stored."""
 
     block_size: int
     num_blocks: int
     enable_prefix_caching: bool
+    cache_dtype: str = "float32"
 
 
 @dataclass(frozen=True)
@@ -307,7 +308,7 @@ class RuntimeConfig:
 
     Attributes:
         device: "cpu" or "cuda".
-        compute_dtype: activations and matrix multiplications; weights and KV stay in the model's dtype.
+        compute_dtype: activations and matrix multiplications; weights stay in the model's dtype.
         threads_per_rank: CPU threads of a rank.
         context_workspace_tokens: context tokens that attention up-projects at a time.
         transport: "shm" (ranks of one host) or "gloo".

@@ -4,6 +4,66 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from prefold.config import DTYPES, GQAConfig, MLAConfig
+
+CACHE_DTYPES = {"auto": "auto", **{name: name for name in DTYPES}, "bf16": "bfloat16"}
+"""What `kv_cache_dtype` may be, and what it means. "auto" is the model's dtype."""
+
+
+def resolve_cache_dtype(kv_cache_dtype: str, model_dtype: str) -> str:
+    """How rows are stored.
+
+    >>> resolve_cache_dtype("auto", "float32"), resolve_cache_dtype("bf16", "float32")
+    ('float32', 'bfloat16')
+    """
+    name = CACHE_DTYPES[kv_cache_dtype]
+    return model_dtype if name == "auto" else name
+
+
+@dataclass(frozen=True)
+class RowPart:
+    """Elements of a token's row of the cache that are stored together: `num_heads` vectors of `head_dim`,
+    then `rotary_dim` more.
+
+    `kv_c | k_pe` is one vector and a rotary part, an index key one vector, `keys | values` a vector per head
+    of either.
+    """
+
+    num_heads: int
+    head_dim: int
+    rotary_dim: int = 0
+
+    @property
+    def dim(self) -> int:
+        """Elements of the part."""
+        return self.num_heads * self.head_dim + self.rotary_dim
+
+    def num_bytes(self, cache_dtype: str) -> int:
+        """What it is stored in."""
+        return self.dim * DTYPES[cache_dtype]
+
+
+def row_parts(attention: MLAConfig | GQAConfig, tp: int) -> tuple[RowPart, ...]:
+    """The parts of a row on one of `tp` ranks, in their order."""
+    if isinstance(attention, GQAConfig):
+        return (RowPart(2 * attention.kv_heads_per_rank(tp), attention.head_dim),)
+    latent = RowPart(1, attention.kv_lora_rank, attention.qk_rope_head_dim)
+    return (latent,) if attention.dsa is None else (latent, RowPart(1, attention.dsa.head_dim))
+
+
+def row_bytes(attention: MLAConfig | GQAConfig, tp: int, cache_dtype: str) -> int:
+    """Bytes per token and layer in the cache of one of `tp` ranks."""
+    return sum(part.num_bytes(cache_dtype) for part in row_parts(attention, tp))
+
+
+def new_row_bytes(attention: MLAConfig | GQAConfig, layer: int, tp: int, cache_dtype: str) -> int:
+    """Bytes per token that a layer fills: what travels between ranks. Without an indexer a layer has
+    no index key, though the cache has room for it."""
+    dsa = attention.dsa if isinstance(attention, MLAConfig) else None
+    parts = row_parts(attention, tp)
+    filled = parts if dsa is None or dsa.full_layers[layer] else parts[:1]
+    return sum(part.num_bytes(cache_dtype) for part in filled)
+
 
 @dataclass(frozen=True)
 class KVSpec:
@@ -12,19 +72,17 @@ class KVSpec:
 
     Attributes:
         num_layers: layers on this rank.
-        token_dim: elements per token and layer (`cache_dim` of the model's attention).
-        itemsize: bytes per element.
+        row_bytes: bytes per token and layer.
         block_size: tokens per block.
     """
 
     num_layers: int
-    token_dim: int
-    itemsize: int
+    row_bytes: int
     block_size: int
 
     @property
     def bytes_per_token(self) -> int:
-        return self.num_layers * self.token_dim * self.itemsize
+        return self.num_layers * self.row_bytes
 
     @property
     def bytes_per_block(self) -> int:
@@ -33,7 +91,7 @@ class KVSpec:
     def num_blocks_in(self, num_bytes: int) -> int:
         """Whole blocks that fit into `num_bytes`.
 
-        >>> KVSpec(2, 8, 4, block_size=16).num_blocks_in(5000)
+        >>> KVSpec(num_layers=2, row_bytes=32, block_size=16).num_blocks_in(5000)
         4
         """
         return num_bytes // self.bytes_per_block

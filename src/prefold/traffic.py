@@ -14,6 +14,7 @@ from prefold.config import DTYPES, EngineConfig, MLAConfig
 from prefold.distributed.mesh import Coords
 from prefold.distributed.pcp_layout import Partition
 from prefold.distributed.stages import split_layers
+from prefold.kv_spec import new_row_bytes, row_bytes
 
 ALIGNMENT = 64
 """Sections of the exchange start at multiples of this, so that any dtype can view them."""
@@ -164,10 +165,11 @@ def step_traffic(
     assert parallel.decode_context_parallel_size == 1
     layers = split_layers(model, parallel.pipeline_parallel_size)[at.pp]
     is_last = at.pp == parallel.pipeline_parallel_size - 1
-    compute_size, kv_size = DTYPES[config.runtime.compute_dtype], DTYPES[model.dtype]
+    compute_size = DTYPES[config.runtime.compute_dtype]
     tp_size = parallel.tensor_parallel_size
-    new_bytes = sum(model.attention.new_dim(layer, tp_size) for layer in layers) * kv_size
-    token_bytes = len(layers) * model.attention.cache_dim(tp_size) * kv_size
+    attention, cache_dtype = model.attention, config.cache.cache_dtype
+    new_bytes = sum(new_row_bytes(attention, layer, tp_size, cache_dtype) for layer in layers)
+    token_bytes = len(layers) * row_bytes(attention, tp_size, cache_dtype)
     hidden_bytes = model.hidden_size * compute_size
     num_tokens = int(parts.num_tokens[at.pcp])
     sent = dict.fromkeys(("pcp.all_gather", "tp.all_reduce", "tp.all_gather", "pp.send", "dp.all_gather"), 0)

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from prefold.config import GQAConfig, ModelConfig, ParallelConfig
+from prefold.config import DTYPES, GQAConfig, ModelConfig, ParallelConfig
 from prefold.distributed.layouts import (
     check_layout,
     describe_layout,
@@ -188,7 +188,7 @@ def test_kv_heads_bound_layouts(load: Load):
 def test_what_a_rank_holds(load: Load, tp: int, kv_heads: int):
     model = load(LLAMA_3_8B)
     spec = fullest_kv_spec(model, ParallelConfig(tensor_parallel_size=tp), 32)
-    assert spec.token_dim == 2 * kv_heads * 128
+    assert spec.row_bytes == 2 * kv_heads * 128 * DTYPES[model.dtype]
     layout = describe_layout(model, ParallelConfig(tensor_parallel_size=tp))
     assert layout.kv_copies == max(1, tp // 8)
     table = 128256 * 4096 // tp

@@ -242,7 +242,7 @@ def test_weights_by_hand():
 
 def test_kv_of_the_fullest_stage():
     spec = fullest_kv_spec(MODEL, ParallelConfig(pipeline_parallel_size=3), block_size=4)
-    assert (spec.num_layers, spec.token_dim, spec.itemsize, spec.block_size) == (2, 7, 4, 4)
+    assert (spec.num_layers, spec.row_bytes, spec.block_size) == (2, 7 * 4, 4)
 
 
 # Explanations

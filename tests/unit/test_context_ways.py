@@ -19,7 +19,15 @@ LAYOUTS = [(1, 1), (2, 1), (4, 1), (2, 2), (4, 2), (4, 4), (1, 2), (2, 4), (1, 8
 
 def ways(pcp: int, dcp: int = 1, forced: str = AUTO, num_heads: int = 16) -> ContextWays:
     return ContextWays(
-        MLA, num_heads, MLA.token_dim, pcp, dcp, tile_tokens=1024, kv_itemsize=2, q_itemsize=4, forced=forced
+        MLA,
+        num_heads,
+        MLA.token_dim,
+        2 * MLA.token_dim,
+        pcp,
+        dcp,
+        tile_tokens=1024,
+        q_itemsize=4,
+        forced=forced,
     )
 
 

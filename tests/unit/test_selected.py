@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from prefold.attention import selected
 from prefold.attention.lse import merge_
+from prefold.attention.row_format import PlainFormat
 from prefold.attention.selected import attend_selected
 from prefold.workspace import Workspace
 
@@ -40,7 +41,8 @@ def test_shards_merge_to_the_whole(
         own = cache.masked_fill((owner != rank).unsqueeze(1), torch.nan)
         packed = torch.full((n, HEADS, RANK + 1), torch.nan)
         part, part_lse = packed[..., :RANK], packed[..., RANK]
-        attend_selected(q, held.to(index), own, 0.3, part, part_lse, Workspace(poison=True))
+        held_keys, plain = own[:, :DIM], PlainFormat(DIM, dtype)
+        attend_selected(q, held.to(index), held_keys, plain, 0.3, part, part_lse, Workspace(poison=True))
         empty = (held < 0).all(dim=1)
         assert (part[empty] == 0).all()
         assert (part_lse[empty] == -torch.inf).all()
@@ -55,11 +57,11 @@ def test_queries_in_several_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(0)
     cache, q = torch.randn(20, WIDTH, generator=generator), torch.randn(5, HEADS, DIM, generator=generator)
     slots = torch.stack([torch.randperm(20, generator=generator)[:4] for _ in range(5)])
-    results = []
+    results, plain = [], PlainFormat(DIM, cache.dtype)
     for elements in (1, 2 * 4 * DIM, 1 << 20):
         monkeypatch.setattr(selected, "GATHER_ELEMENTS", elements)
         out, lse = torch.empty(5, HEADS, RANK), torch.empty(5, HEADS)
-        attend_selected(q, slots, cache, 1.0, out, lse, Workspace(poison=True))
+        attend_selected(q, slots, cache[:, :DIM], plain, 1.0, out, lse, Workspace(poison=True))
         results.append((out, lse))
     for out, lse in results[1:]:
         torch.testing.assert_close(out, results[0][0])

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from prefold.attention.backend import IndexQueries
 from prefold.attention.plan import RequestWork
+from prefold.attention.row_format import PlainFormat
 from prefold.attention.selection import KeySelector, positions_of, ranked
 from prefold.attention.sparse import sparse_runs
 from prefold.attention.walk import Run, rows_of
@@ -52,7 +53,8 @@ def test_the_best_keys_are_selected(
     keys = integers(run.end, DIM)
     index = IndexQueries(integers(offset + count + 1, HEADS, DIM), integers(offset + count + 1, HEADS))
     out = torch.full((count, topk), -1, dtype=torch.int32)
-    KeySelector(topk, tile, Workspace(poison=True)).select(index, run, rows_of(keys, 0), out)
+    source = rows_of(keys, 0, PlainFormat(keys.shape[1], keys.dtype))
+    KeySelector(topk, tile, Workspace(poison=True)).select(index, run, source, out)
     assert [set(row) for row in out.tolist()] == brute_force(index, keys, run, topk)
 
 

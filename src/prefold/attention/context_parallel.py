@@ -13,9 +13,10 @@ tokens that all ranks of a DCP group compute (attention.shared_decode).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from prefold.attention.backend import AttentionBackend, HeadRows, LatentRows
@@ -23,6 +24,7 @@ from prefold.attention.forms import KVForms
 from prefold.attention.kv_tiles import KVTiles
 from prefold.attention.plan import Rows, StepPlan
 from prefold.attention.queries import LayerQueries
+from prefold.attention.row_format import RowFormat
 from prefold.attention.shared_decode import SharedDecode
 from prefold.attention.travel import TravelTools, Trip
 from prefold.attention.walk import CacheReader, Walker, rows_of
@@ -37,7 +39,8 @@ class AttentionSetup:
     """What a rank's attention is made of.
 
     Attributes:
-        kv_cache: [num_layers, num_blocks, block_size, token_dim] in the cache's dtype.
+        kv_cache: [num_layers, num_blocks, block_size, width of a row], stored rows.
+        formats: of the parts of a row.
         groups: this rank's; used are pcp, dcp, dcp_pcp and dcp_tp.
         ownership: which rank of the DCP group holds which token.
         tile_tokens: keys that are read and projected at a time.
@@ -47,6 +50,7 @@ class AttentionSetup:
     attention: MLAConfig | GQAConfig
     scale: float
     kv_cache: torch.Tensor
+    formats: Sequence[RowFormat]
     groups: Mapping[str, Group]
     ownership: KVOwnership
     backend: AttentionBackend
@@ -63,6 +67,8 @@ class ContextParallelAttention:
         self._attention = setup.attention
         self._scale = setup.scale
         self._kv_cache = setup.kv_cache
+        self._formats = setup.formats
+        self._format = setup.formats[0]
         self._groups = groups
         # Queries travel to the ranks that hold other parts of the context: other shards, or else
         # replicas, of which each takes a slice.
@@ -87,8 +93,8 @@ class ContextParallelAttention:
         assert q.shape[0] == plan.num_tokens, (q.shape, plan.num_tokens)
         cache = self._kv_cache[layer_idx]
         forms = KVForms.of(rows, self._compute_dtype, self._backend, self._workspace)
-        reader = CacheReader(cache, self._workspace)
-        new_kv = self._to_cache_dtype(kv, plan)
+        reader = CacheReader(cache, self._format, self._workspace)
+        new_kv = self._encode(kv, plan)
         gather = self._groups["pcp"].start_all_gather(new_kv[: plan.gather_tokens])
         self._write(cache, new_kv[plan.num_prefill_tokens : plan.num_tokens], plan.write_decode)
         trips = self._trips(plan, q, forms, reader)
@@ -101,7 +107,8 @@ class ContextParallelAttention:
         windows = [work.window(forms.window) for work in plan.works]
         for work, walk, window in zip(plan.works, queries.walks, windows):
             for run, segment in zip(work.runs, work.own):
-                self._walker.run(walk, [segment], rows_of(new_kv, run.start - run.offset), window)
+                source = rows_of(new_kv, run.start - run.offset, self._format)
+                self._walker.run(walk, [segment], source, window)
             self._walker.run(walk, work.cached, reader.request(work.block_ids), window)
         for trip in trips[:1]:
             trip.attend()
@@ -110,20 +117,28 @@ class ContextParallelAttention:
         if decode is not None:
             decode.attend(out[plan.num_prefill_tokens :])
 
-        all_new = self._collect(gather, plan, kv.shape[1])
+        all_new = self._collect(gather, plan, new_kv.shape[1])
         self._write(cache, all_new, plan.write_new)
         for trip in trips[:1]:
             trip.send_back()
         for work, walk, window in zip(plan.works, queries.walks, windows):
-            self._walker.run(walk, work.others, rows_of(all_new, -work.first_new_row), window)
+            source = rows_of(all_new, -work.first_new_row, self._format)
+            self._walker.run(walk, work.others, source, window)
         self._finish(plan, queries, trips, out)
         return out.flatten(1)
 
-    def _to_cache_dtype(self, kv: torch.Tensor, plan: StepPlan) -> torch.Tensor:
-        """New KV in the cache's dtype, with room for the rows that pad the gather."""
+    def _encode(self, kv: torch.Tensor, plan: StepPlan) -> torch.Tensor:
+        """New KV as it is stored, with room for the rows that pad the gather. A layer whose rows lack the
+        last part stores none of it."""
         rows = max(plan.gather_tokens, plan.num_tokens)
-        new_kv = self._workspace.get("attention.new_kv", (rows, kv.shape[1]), self._kv_cache.dtype)
-        new_kv[: plan.num_tokens].copy_(kv)
+        ends = np.cumsum([one.dim for one in self._formats]).tolist()
+        formats = self._formats[: ends.index(kv.shape[1]) + 1]
+        widths = [one.width for one in formats]
+        new_kv = self._workspace.get("attention.new_kv", (rows, sum(widths)), self._kv_cache.dtype)
+        stored = new_kv[: plan.num_tokens].split(widths, dim=1)
+        parts = kv.split([one.dim for one in formats], dim=1)
+        for one, part, out in zip(formats, parts, stored, strict=True):
+            one.encode(part, out)
         return new_kv
 
     def _trips(self, plan: StepPlan, q: torch.Tensor, forms: KVForms, reader: CacheReader) -> list[Trip]:
@@ -165,15 +180,14 @@ class ContextParallelAttention:
         return KVTiles(
             plan.kv_tiles,
             self._groups["dcp"],
-            self._kv_cache.shape[-1],
-            self._kv_cache.dtype,
+            self._format,
             reader,
             self._backend,
             self._workspace,
         )
 
     def _collect(self, gather: Gather, plan: StepPlan, width: int) -> torch.Tensor:
-        """The step's new prefill tokens in the global batch's order, [num_new_tokens, width]."""
+        """Stored rows of the new prefill tokens in the global batch's order, [num_new_tokens, width]."""
         shape = (plan.num_new_tokens, width)
         all_new = self._workspace.get("attention.all_new", shape, self._kv_cache.dtype)
         for rows, part in zip(plan.new_rows, gather.wait(), strict=True):
@@ -181,11 +195,11 @@ class ContextParallelAttention:
         gather.release()
         return all_new
 
-    def _write(self, cache: torch.Tensor, latents: torch.Tensor, copy: Rows) -> None:
-        """Copy rows of `latents` to slots of one layer's cache."""
-        shape = (len(copy.rows), latents.shape[1])
-        rows = self._workspace.get("attention.written", shape, latents.dtype)
-        torch.index_select(latents, 0, copy.rows, out=rows)
+    def _write(self, cache: torch.Tensor, stored: torch.Tensor, copy: Rows) -> None:
+        """Copy stored rows to slots of one layer's cache."""
+        shape = (len(copy.rows), stored.shape[1])
+        rows = self._workspace.get("attention.written", shape, stored.dtype)
+        torch.index_select(stored, 0, copy.rows, out=rows)
         cache.view(-1, cache.shape[-1]).index_copy_(0, copy.slots, rows)
 
     def _finish(self, plan: StepPlan, queries: LayerQueries, trips: list[Trip], out: torch.Tensor) -> None:

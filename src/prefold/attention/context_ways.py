@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from prefold.attention.forms import form_costs
 from prefold.config import DTYPES, EngineConfig, GQAConfig, MLAConfig
+from prefold.kv_spec import row_bytes
 
 LOCAL, SLICED, QUERY, KV = WAYS = ("local", "sliced", "query", "kv")
 
@@ -57,10 +58,11 @@ class ContextWays:
     """What the choice depends on besides the step; equal on all ranks.
 
     Attributes:
-        num_heads, token_dim: of one rank: query heads, and elements of a token's row in the cache.
+        num_heads, token_dim, row_bytes: of one rank: query heads, and elements and bytes of a token's row in
+            the cache.
         pcp_size, dcp_size: P and D.
         tile_tokens: keys that are read (or gathered) at a time.
-        kv_itemsize, q_itemsize: bytes per element of the cache and of queries.
+        q_itemsize: bytes per element of queries.
         forced: "auto", or a way that is taken wherever it is possible.
         has_windows: queries of some layers see a window only: they attend in place.
     """
@@ -68,10 +70,10 @@ class ContextWays:
     attention: MLAConfig | GQAConfig
     num_heads: int
     token_dim: int
+    row_bytes: int
     pcp_size: int
     dcp_size: int
     tile_tokens: int
-    kv_itemsize: int
     q_itemsize: int
     forced: str = AUTO
     has_windows: bool = False
@@ -89,10 +91,10 @@ class ContextWays:
             attention=model.attention,
             num_heads=model.num_heads // tp,
             token_dim=model.attention.cache_dim(tp),
+            row_bytes=row_bytes(model.attention, tp, config.cache.cache_dtype),
             pcp_size=parallel.prefill_context_parallel_size,
             dcp_size=parallel.decode_context_parallel_size,
             tile_tokens=runtime.context_workspace_tokens,
-            kv_itemsize=DTYPES[model.dtype],
             q_itemsize=DTYPES[runtime.compute_dtype],
             # Under sparse attention a query attends to a few keys of its own: nothing is shared.
             forced=runtime.context_attention if model.dsa is None else LOCAL,
@@ -152,7 +154,7 @@ class ContextWays:
     def _move_keys(self, num_keys: np.ndarray) -> np.ndarray:
         """Gathering the shards: every rank reads all keys."""
         tiles = -(-num_keys // self.tile_tokens)
-        return num_keys * self.token_dim * self.kv_itemsize * PER_GATHERED_BYTE + tiles * PER_COLLECTIVE
+        return num_keys * self.row_bytes * PER_GATHERED_BYTE + tiles * PER_COLLECTIVE
 
     def _travel(self, own: np.ndarray, of_unit: np.ndarray, num_keys: np.ndarray) -> np.ndarray:
         """Queries there, all of them at this rank's part of the keys, results back."""

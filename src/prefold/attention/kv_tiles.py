@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from prefold.attention.backend import AttentionBackend
+from prefold.attention.row_format import RowFormat
 from prefold.attention.walk import CacheReader, Walk
 from prefold.distributed.group import Gather, Group
 from prefold.workspace import Workspace
@@ -54,15 +55,14 @@ class KVTiles:
         self,
         tiles: Sequence[KVTile],
         group: Group,
-        token_dim: int,
-        dtype: torch.dtype,
+        row_format: RowFormat,
         reader: CacheReader,
         backend: AttentionBackend,
         workspace: Workspace,
     ) -> None:
         self._tiles = tiles
         self._group = group
-        self._token_dim, self._dtype = token_dim, dtype
+        self._format = row_format
         self._reader = reader
         self._backend = backend
         self._workspace = workspace
@@ -73,40 +73,40 @@ class KVTiles:
         coming = next(gathers, None)
         for tile in self._tiles:
             assert coming is not None
-            latents = self._receive(tile, coming)
+            stored = self._receive(tile, coming)
             coming = next(gathers, None)
-            self._attend(tile, walks, latents)
+            self._attend(tile, walks, stored)
 
     def _send(self, tile: KVTile) -> Gather:
         sent = self._buffer("kv_tiles.sent", tile.num_rows)
         for piece in tile.pieces:
             count = piece.counts[self._group.rank]
             if count > 0:
-                own = self._reader.request(piece.block_ids)(piece.first_token, piece.first_token + count)
+                own = self._reader.stored(piece.block_ids, piece.first_token, piece.first_token + count)
                 sent[piece.first_row : piece.first_row + count].copy_(own)
         return self._group.start_all_gather(sent)
 
     def _receive(self, tile: KVTile, gather: Gather) -> torch.Tensor:
-        """The tile's latents, pieces one after the other, without what pads them."""
+        """The tile's stored rows, pieces one after the other, without what pads them."""
         total = sum(sum(piece.counts) for piece in tile.pieces)
-        latents = self._buffer("kv_tiles.received", total)
+        stored = self._buffer("kv_tiles.received", total)
         parts = gather.wait()
         end = 0
         for piece in tile.pieces:
             for part, count in zip(parts, piece.counts, strict=True):
                 start, end = end, end + count
-                latents[start:end].copy_(part[piece.first_row : piece.first_row + count])
+                stored[start:end].copy_(part[piece.first_row : piece.first_row + count])
         gather.release()
-        return latents
+        return stored
 
-    def _attend(self, tile: KVTile, walks: Sequence[Walk], latents: torch.Tensor) -> None:
+    def _attend(self, tile: KVTile, walks: Sequence[Walk], stored: torch.Tensor) -> None:
         end = 0
         for piece in tile.pieces:
             start, end = end, end + sum(piece.counts)
             if piece.work is not None:
                 walk = walks[piece.work]
-                k, v = walk.keys_values(latents[start:end])
+                k, v = walk.keys_values(self._format.decode(stored[start:end]))
                 self._backend.attend_(walk.state, slice(0, walk.num_queries), k, v, causal=False)
 
     def _buffer(self, name: str, num_rows: int) -> torch.Tensor:
-        return self._workspace.get(name, (num_rows, self._token_dim), self._dtype)
+        return self._workspace.get(name, (num_rows, self._format.width), self._format.dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from prefold.attention.row_format import RowFormat
 from prefold.workspace import Workspace
 
 GATHER_ELEMENTS = 1 << 20
@@ -14,6 +15,7 @@ def attend_selected(
     q: torch.Tensor,
     slots: torch.Tensor,
     cache: torch.Tensor,
+    row_format: RowFormat,
     scale: float,
     out: torch.Tensor,
     lse: torch.Tensor,
@@ -24,8 +26,8 @@ def attend_selected(
     Args:
         q: [n, num_heads, dim] float32.
         slots: [n, topk] int32 or int64, -1: not in this cache. Different from each other but for those.
-        cache: [num_slots, width >= dim], any float dtype: the first dim elements of a row are the key, the
-            first kv_lora_rank of these the value.
+        cache: [num_slots, width], rows of dim elements in `row_format`: keys, whose first kv_lora_rank
+            elements are the values.
         out: [n, num_heads, kv_lora_rank] float32, written; 0 for a query without keys. May be strided.
         lse: [n, num_heads] float32, written: natural log, -inf for a query without keys. May be strided.
     """
@@ -35,10 +37,10 @@ def attend_selected(
     size = max(1, GATHER_ELEMENTS // (num_keys * dim))
     for start in range(0, len(q), size):
         rows = slots[start : start + size]
-        keys = workspace.get("selected.rows", (rows.numel(), dim), cache.dtype)
-        torch.index_select(cache[:, :dim], 0, rows.flatten().clamp(min=0), out=keys)
+        stored = workspace.get("selected.rows", (rows.numel(), row_format.width), cache.dtype)
+        torch.index_select(cache, 0, rows.flatten().clamp(min=0), out=stored)
         k = workspace.get("selected.keys", (len(rows), num_keys, dim), torch.float32)
-        k.copy_(keys.view(k.shape))
+        k.copy_(row_format.decode(stored).view(k.shape))
         absent = rows < 0
         k.masked_fill_(absent.unsqueeze(-1), 0.0)  # 0 * NaN is NaN
         shape = (len(rows), num_heads, num_keys)

@@ -52,6 +52,7 @@ class SparseAttention(ContextParallelAttention):
         assert attention.dsa is not None
         assert setup.ownership.dcp_size == 1, "refused at start-up"
         self._mla = attention
+        _, self._index_format = setup.formats
         self._topk = attention.dsa.index_topk
         self._selector = KeySelector(self._topk, setup.tile_tokens, setup.workspace)
         self._dense: list[RequestWork] = []
@@ -76,49 +77,50 @@ class SparseAttention(ContextParallelAttention):
         assert plan is not None
         assert isinstance(rows, LatentRows)
         assert q.shape[0] == plan.num_tokens, (q.shape, plan.num_tokens)
-        cache = self._kv_cache[layer_idx][..., : kv.shape[1]]
-        latents = cache[..., : mla.token_dim]
+        new_kv = self._encode(kv, plan)
+        cache = self._kv_cache[layer_idx][..., : new_kv.shape[1]]
+        width = self._format.width
+        latents = cache[..., :width]
         forms = KVForms.of(rows, self._compute_dtype, self._backend, workspace)
-        new_kv = self._to_cache_dtype(kv, plan)
         gather = self._groups["pcp"].start_all_gather(new_kv[: plan.gather_tokens])
         self._write(cache, new_kv[plan.num_prefill_tokens : plan.num_tokens], plan.write_decode)
 
         requests = [(work.tokens, work.absorbed) for work in self._dense]
         queries = LayerQueries(q, requests, forms, self._scale, self._backend, workspace, "attention")
-        reader = CacheReader(latents, workspace)
+        reader = CacheReader(latents, self._format, workspace)
         for work, walk in zip(self._dense, queries.walks):
             for run, segment in zip(work.runs, work.own):
-                source = rows_of(new_kv[:, : mla.token_dim], run.start - run.offset)
+                source = rows_of(new_kv[:, :width], run.start - run.offset, self._format)
                 self._walker.run(walk, [segment], source)
             self._walker.run(walk, work.cached, reader.request(work.block_ids))
-        all_new = self._collect(gather, plan, kv.shape[1])
+        all_new = self._collect(gather, plan, new_kv.shape[1])
         self._write(cache, all_new, plan.write_new)
         for work, walk in zip(self._dense, queries.walks):
-            source = rows_of(all_new[:, : mla.token_dim], -work.first_new_row)
+            source = rows_of(all_new[:, :width], -work.first_new_row, self._format)
             self._walker.run(walk, work.others, source)
         out = workspace.get("attention.out", (*q.shape[:2], mla.v_head_dim), self._compute_dtype)
         queries.finish(out)
 
         if rows.index is not None:
-            self._select(rows.index, cache[..., mla.token_dim :])
-        self._attend_selected(q, forms.absorbed, self._kv_cache[layer_idx], out)
+            self._select(rows.index, cache[..., width:])
+        self._attend_selected(q, forms.absorbed, latents, out)
         return out.flatten(1)
 
     def _select(self, index: IndexQueries, index_keys: torch.Tensor) -> None:
         """Positions of the selected keys of all queries that have a choice."""
         num_queries = sum(part.rows.stop - part.rows.start for part in self._sparse)
         self._selected = self._workspace.get("sparse.selected", (num_queries, self._topk), torch.int32)
-        reader = CacheReader(index_keys, self._workspace)
+        reader = CacheReader(index_keys, self._index_format, self._workspace)
         for part in self._sparse:
             keys = reader.request(part.block_ids)
             self._selector.select(index, part.run, keys, self._selected[part.rows])
 
     def _attend_selected(
-        self, q: torch.Tensor, absorbed: KVForm, cache: torch.Tensor, out: torch.Tensor
+        self, q: torch.Tensor, absorbed: KVForm, latents: torch.Tensor, out: torch.Tensor
     ) -> None:
         assert self._selected is not None, "the first layer of a stage has an indexer"
         mla, workspace = self._mla, self._workspace
-        by_slot = cache.view(-1, cache.shape[-1])
+        by_slot = latents.view(-1, latents.shape[-1])
         for part in self._sparse:
             for start in range(0, part.rows.stop - part.rows.start, QUERY_BLOCK):
                 end = min(start + QUERY_BLOCK, part.rows.stop - part.rows.start)
@@ -129,7 +131,9 @@ class SparseAttention(ContextParallelAttention):
                 latent_out = workspace.get("sparse.latent_out", (*shape, mla.kv_lora_rank), torch.float32)
                 lse = workspace.get("sparse.lse", shape, torch.float32)
                 slots = self._slots(self._selected[part.rows][start:end], part.block_ids)
-                attend_selected(latent_q, slots, by_slot, self._scale, latent_out, lse, workspace)
+                attend_selected(
+                    latent_q, slots, by_slot, self._format, self._scale, latent_out, lse, workspace
+                )
                 absorbed.results(latent_out, out[tokens])
 
     def _slots(self, positions: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:

@@ -17,10 +17,11 @@ import numpy as np
 import torch
 
 from prefold.attention.backend import AttentionBackend
+from prefold.attention.row_format import RowFormat
 from prefold.workspace import Workspace
 
 Latents = Callable[[int, int], torch.Tensor]
-"""Where keys come from: rows of the cache of keys [start, end) of a request, [end - start, token_dim]."""
+"""Where keys come from: decoded rows of keys [start, end) of a request, [end - start, dim]."""
 
 
 @dataclass(frozen=True)
@@ -82,20 +83,22 @@ def prefix_segments(lengths: Sequence[int]) -> tuple[Segment, ...]:
     return tuple(Segment(start, end, query) for query, (start, end) in enumerate(edges) if start < end)
 
 
-def rows_of(latents: torch.Tensor, first: int) -> Latents:
-    """Keys that lie in the rows of a tensor: key i is row i - first."""
-    return lambda start, end: latents[start - first : end - first]
+def rows_of(stored: torch.Tensor, first: int, row_format: RowFormat) -> Latents:
+    """Keys that lie in the stored rows of a tensor: key i is row i - first."""
+    return lambda start, end: row_format.decode(stored[start - first : end - first])
 
 
 class CacheReader:
-    """Reads one layer's latents out of a rank's paged cache.
+    """Reads one part of a layer's rows out of a rank's paged cache.
 
     Args:
-        cache: [num_blocks, block_size, token_dim].
+        cache: [num_blocks, block_size, width of the format], of its dtype; may be a part of longer rows.
     """
 
-    def __init__(self, cache: torch.Tensor, workspace: Workspace) -> None:
+    def __init__(self, cache: torch.Tensor, row_format: RowFormat, workspace: Workspace) -> None:
+        assert (cache.shape[2], cache.dtype) == (row_format.width, row_format.dtype)
         self._cache = cache
+        self._format = row_format
         self._workspace = workspace
 
     def request(self, block_ids: torch.Tensor) -> Latents:
@@ -106,17 +109,17 @@ class CacheReader:
 
         What is read is valid until the next read, of whatever request.
         """
+        return lambda start, end: self._format.decode(self.stored(block_ids, start, end))
 
-        def read(start: int, end: int) -> torch.Tensor:
-            block_size, token_dim = self._cache.shape[1:]
-            first, last = start // block_size, (end - 1) // block_size + 1
-            shape = (last - first, block_size, token_dim)
-            tile = self._workspace.get("attention.tile", shape, self._cache.dtype)
-            torch.index_select(self._cache, 0, block_ids[first:last], out=tile)
-            skipped = start - first * block_size
-            return tile.view(-1, token_dim)[skipped : skipped + end - start]
-
-        return read
+    def stored(self, block_ids: torch.Tensor, start: int, end: int) -> torch.Tensor:
+        """As `request` reads them, but not decoded: [end - start, width]."""
+        block_size, width = self._cache.shape[1:]
+        first, last = start // block_size, (end - 1) // block_size + 1
+        shape = (last - first, block_size, width)
+        tile = self._workspace.get("attention.tile", shape, self._cache.dtype)
+        torch.index_select(self._cache, 0, block_ids[first:last], out=tile)
+        skipped = start - first * block_size
+        return tile.view(-1, width)[skipped : skipped + end - start]
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,7 +163,7 @@ class Walk:
     Attributes:
         tokens: of the batch that the queries are part of.
         state: the backend's running softmax of the queries.
-        keys_values: turns rows of the cache [n, token_dim] into the keys and values that they attend to.
+        keys_values: turns decoded rows [n, dim] into the keys and values that they attend to.
     """
 
     tokens: slice

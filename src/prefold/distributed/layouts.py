@@ -12,7 +12,7 @@ from prefold.config import DTYPES, ModelConfig, ParallelConfig
 from prefold.distributed.mesh import divides_plane
 from prefold.distributed.stages import check_stages, split_layers
 from prefold.flops import layer_parameters
-from prefold.kv_spec import KVSpec
+from prefold.kv_spec import KVSpec, resolve_cache_dtype, row_bytes
 
 SIZES = (
     "data_parallel_size",
@@ -172,14 +172,13 @@ def _check_windows(model: ModelConfig, parallel: ParallelConfig) -> None:
         )
 
 
-def fullest_kv_spec(model: ModelConfig, parallel: ParallelConfig, block_size: int) -> KVSpec:
+def fullest_kv_spec(
+    model: ModelConfig, parallel: ParallelConfig, block_size: int, cache_dtype: str = "auto"
+) -> KVSpec:
     """KV cache of a rank of the stage with the most layers: all ranks have as many blocks as that one."""
-    stages = split_layers(model, parallel.pipeline_parallel_size)
-    return _kv_spec(model, stages, parallel.tensor_parallel_size, block_size)
-
-
-def _kv_spec(model: ModelConfig, stages: list[range], tp: int, block_size: int) -> KVSpec:
-    return KVSpec(max(map(len, stages)), model.attention.cache_dim(tp), DTYPES[model.dtype], block_size)
+    num_layers = max(map(len, split_layers(model, parallel.pipeline_parallel_size)))
+    stored = resolve_cache_dtype(cache_dtype, model.dtype)
+    return KVSpec(num_layers, row_bytes(model.attention, parallel.tensor_parallel_size, stored), block_size)
 
 
 @dataclass(frozen=True)
@@ -210,12 +209,14 @@ class Layout:
     weight_bytes: int
 
 
-def legal_layouts(model: ModelConfig, world: int) -> list[Layout]:
+def legal_layouts(model: ModelConfig, world: int, cache_dtype: str = "auto") -> list[Layout]:
     """All layouts of exactly `world` ranks; the order is that of (dp, pp, pcp, tp, dcp, ep)."""
     if world < 1:
         raise ValueError(f"world={world} must be at least 1")
     candidates = _candidates(model, world)
-    return [describe_layout(model, parallel) for parallel in candidates if is_legal(model, parallel)]
+    return [
+        describe_layout(model, parallel, cache_dtype) for parallel in candidates if is_legal(model, parallel)
+    ]
 
 
 def is_legal(model: ModelConfig, parallel: ParallelConfig, block_size: int = 1) -> bool:
@@ -242,7 +243,7 @@ def _divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
-def describe_layout(model: ModelConfig, parallel: ParallelConfig) -> Layout:
+def describe_layout(model: ModelConfig, parallel: ParallelConfig, cache_dtype: str = "auto") -> Layout:
     """What a rank holds in a layout that is legal."""
     moe, tp, ep = model.moe, parallel.tensor_parallel_size, parallel.enable_expert_parallel
     spread = parallel.data_parallel_size * parallel.plane_size if ep else 1
@@ -251,7 +252,7 @@ def describe_layout(model: ModelConfig, parallel: ParallelConfig) -> Layout:
     width = moe.intermediate_size // (1 if ep else tp) if moe is not None and num_experts else 0
     stages = split_layers(model, parallel.pipeline_parallel_size)
     dcp = parallel.decode_context_parallel_size
-    kv = _kv_spec(model, stages, tp, block_size=1)
+    kv = fullest_kv_spec(model, parallel, 1, cache_dtype)
     return Layout(
         parallel=parallel,
         kv_shards=dcp,

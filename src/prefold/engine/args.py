@@ -19,6 +19,7 @@ from prefold.config import (
 from prefold.distributed.layouts import check_layout, fullest_kv_spec
 from prefold.hardware import available_cores, available_memory, fast_bfloat16
 from prefold.hf_config import load_model_config
+from prefold.kv_spec import CACHE_DTYPES, resolve_cache_dtype
 from prefold.tracing import checked_trace_path
 
 logger = logging.getLogger("prefold")
@@ -70,7 +71,9 @@ class EngineArgs:
     local_rank: int = 0
     """Which of them this is."""
     dtype: str = "auto"
-    """Of weights and KV cache: auto (the checkpoint's), float32 or bfloat16."""
+    """Of weights: auto (the checkpoint's), float32 or bfloat16."""
+    kv_cache_dtype: str = "auto"
+    """How the KV cache is stored: float32, bfloat16 (bf16), or as `dtype` says."""
     compute_dtype: str = "auto"
     """Of activations and matrix multiplications: auto (the faster one on this machine, never less
     precise than dtype), float32 or bfloat16."""
@@ -187,6 +190,7 @@ class EngineArgs:
         choices = {
             "dtype": ("auto", *DTYPES),
             "compute_dtype": ("auto", *DTYPES),
+            "kv_cache_dtype": tuple(CACHE_DTYPES),
             "device": ("cpu", "cuda"),
             "transport": ("shm", "gloo"),
             "context_attention": CONTEXT_ATTENTION,
@@ -206,7 +210,7 @@ class EngineArgs:
 
     def _cache_config(self, model: ModelConfig, parallel: ParallelConfig) -> CacheConfig:
         """Blocks of one rank: as told, or as many as memory allows and requests can use."""
-        spec = fullest_kv_spec(model, parallel, self.block_size)
+        spec = fullest_kv_spec(model, parallel, self.block_size, self.kv_cache_dtype)
         num_blocks = self.num_blocks
         if num_blocks is None:
             longest = self.max_model_len or model.max_position_embeddings
@@ -223,7 +227,8 @@ class EngineArgs:
                     f"kv_cache_memory_bytes={num_bytes} holds no block: one of {self.block_size} tokens "
                     f"takes {spec.bytes_per_block} bytes in the {spec.num_layers} layers of a rank"
                 )
-        return CacheConfig(self.block_size, num_blocks, self.enable_prefix_caching)
+        cache_dtype = resolve_cache_dtype(self.kv_cache_dtype, model.dtype)
+        return CacheConfig(self.block_size, num_blocks, self.enable_prefix_caching, cache_dtype)
 
     def _max_model_len(self, model: ModelConfig, parallel: ParallelConfig, cache: CacheConfig) -> int:
         """The limit given, or the largest one that model and cache allow."""

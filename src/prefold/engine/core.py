@@ -278,7 +278,7 @@ def log_layout(config: EngineConfig) -> None:
     parallel, runtime, cache, model = config.parallel, config.runtime, config.cache, config.model
     logger.info(
         "%d rank(s) = DP %d x PP %d x PCP %d x TP %d, DCP %d, EP %s, %d thread(s) each; "
-        "weights and KV cache %s, computing in %s",
+        "weights %s, KV cache %s, computing in %s",
         parallel.world_size,
         parallel.data_parallel_size,
         parallel.pipeline_parallel_size,
@@ -288,9 +288,10 @@ def log_layout(config: EngineConfig) -> None:
         "on" if parallel.enable_expert_parallel else "off",
         runtime.threads_per_rank,
         model.dtype,
+        cache.cache_dtype,
         runtime.compute_dtype,
     )
-    spec = fullest_kv_spec(model, parallel, cache.block_size)
+    spec = fullest_kv_spec(model, parallel, cache.block_size, cache.cache_dtype)
     logger.info(
         "KV cache of a rank: %d blocks of %d tokens = %d tokens, %.0f MiB; max_model_len %d",
         cache.num_blocks,

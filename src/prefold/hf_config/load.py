@@ -36,7 +36,7 @@ _ARCHITECTURE_OF_MODEL_TYPE = {
 def load_model_config(folder: str | Path, dtype: str = "auto") -> ModelConfig:
     """Read a checkpoint's config.json (and generation_config.json for the end-of-sequence tokens).
 
-    `dtype` is that of weights and KV cache: "float32", "bfloat16" or "auto", the checkpoint's own.
+    `dtype` is that of weights: "float32", "bfloat16" or "auto", the checkpoint's own.
     Raises ValueError for what cannot be run as it is meant: an unknown architecture or
     quantisation, an activation, router or rope type that is not supported, float16 under "auto".
     """
@@ -83,7 +83,7 @@ def _architecture(raw: dict, path: Path) -> str:
 
 
 def _dtype(raw: dict, dtype: str, path: Path) -> str:
-    """The dtype of weights and KV cache."""
+    """The dtype of weights."""
     if dtype != "auto":
         if dtype not in DTYPES:
             raise ValueError(f"dtype={dtype!r} is not supported; supported: auto, {', '.join(DTYPES)}")

@@ -17,6 +17,7 @@ from prefold.attention.backend import LatentRows
 from prefold.attention.context_parallel import AttentionSetup, ContextParallelAttention
 from prefold.attention.context_ways import ContextWays
 from prefold.attention.plan import StepPlan
+from prefold.attention.row_format import row_formats
 from prefold.attention.torch_backend import TorchBackend
 from prefold.config import MLAConfig
 from prefold.distributed.group import Group
@@ -99,10 +100,10 @@ class Layout:
             self.mla,
             HEADS_PER_RANK,
             self.mla.token_dim,
+            self.mla.token_dim * self.dtype.itemsize,
             self.pcp,
             self.dcp,
             tile_tokens=self.tile,
-            kv_itemsize=self.dtype.itemsize,
             q_itemsize=4,
             forced=self.way,
         )
@@ -224,6 +225,7 @@ def run_rank(groups: dict[str, ThreadGroup], step: Step, wanted: np.ndarray) -> 
         attention=layout.mla,
         scale=SCALE,
         kv_cache=cache,
+        formats=row_formats(layout.mla, layout.tp, str(layout.dtype).removeprefix("torch.")),
         groups=as_groups,
         ownership=ownership,
         backend=backend,

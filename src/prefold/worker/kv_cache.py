@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+
+from prefold.attention.row_format import RowFormat
 
 
 def allocate_kv_cache(
     num_layers: int,
     num_blocks: int,
     block_size: int,
-    token_dim: int,
-    dtype: torch.dtype,
+    formats: Sequence[RowFormat],
     device: torch.device,
     poison: bool,
 ) -> torch.Tensor:
-    """[num_layers, num_blocks, block_size, token_dim]: a token's `kv_c | k_pe`, with sparse
-    attention `| index key`, or `keys | values`.
+    """[num_layers, num_blocks, block_size, width of a row]: a token's `kv_c | k_pe`, with sparse
+    attention `| index key`, or `keys | values`, in their formats.
 
     Not initialised: whatever attention reads was written before, which `poison` (NaN everywhere)
     makes visible if it ever fails to hold.
     """
-    cache = torch.empty((num_layers, num_blocks, block_size, token_dim), dtype=dtype, device=device)
+    width = sum(one.width for one in formats)
+    shape = (num_layers, num_blocks, block_size, width)
+    cache = torch.empty(shape, dtype=formats[0].dtype, device=device)
     if poison:
         cache.fill_(float("nan"))
     return cache

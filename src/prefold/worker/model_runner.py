@@ -6,6 +6,7 @@ import torch
 
 from prefold.attention.context_parallel import AttentionSetup, ContextParallelAttention
 from prefold.attention.context_ways import ContextWays
+from prefold.attention.row_format import row_formats
 from prefold.attention.sparse import SparseAttention
 from prefold.attention.torch_backend import TorchBackend
 from prefold.config import EngineConfig
@@ -54,14 +55,9 @@ class ModelRunner:
             model, groups["tp"], self.workspace, runtime, max_model_len, layers, self._experts
         )
         load_weights(self._model, model.path)
+        self._formats = row_formats(model.attention, groups["tp"].size, cache.cache_dtype)
         self.kv_cache = allocate_kv_cache(
-            len(layers),
-            cache.num_blocks,
-            cache.block_size,
-            model.attention.cache_dim(groups["tp"].size),
-            getattr(torch, model.dtype),
-            device,
-            runtime.debug_poison,
+            len(layers), cache.num_blocks, cache.block_size, self._formats, device, runtime.debug_poison
         )
         parallel = config.parallel
         self._ownership = KVOwnership(
@@ -103,6 +99,7 @@ class ModelRunner:
                 attention=model.attention,
                 scale=model.softmax_scale,
                 kv_cache=self.kv_cache,
+                formats=self._formats,
                 groups=self._groups,
                 ownership=self._ownership,
                 backend=TorchBackend(workspace, self.kv_cache.device),

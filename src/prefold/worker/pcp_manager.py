@@ -66,7 +66,7 @@ class PCPManager:
         ownership: which rank of the DCP group holds which token.
         ways: chooses how contexts are attended.
         min_split_tokens: shorter prefills stay whole on one rank.
-        kv_cache: [num_layers, num_blocks, block_size, token_dim].
+        kv_cache: [num_layers, num_blocks, block_size, width of a row].
     """
 
     def __init__(
@@ -165,9 +165,9 @@ class ExchangeLayout:
     def of(
         cls, decode_tokens: np.ndarray, rank_of: np.ndarray, kv_cache: torch.Tensor, hidden: torch.Tensor
     ) -> ExchangeLayout:
-        num_layers, token_dim = kv_cache.shape[0], kv_cache.shape[3]
+        num_layers, width = kv_cache.shape[0], kv_cache.shape[3]
         hidden_rows = np.bincount(rank_of, minlength=len(decode_tokens))
-        kv_bytes = int(decode_tokens.max()) * num_layers * token_dim * kv_cache.element_size()
+        kv_bytes = int(decode_tokens.max()) * num_layers * width * kv_cache.element_size()
         hidden_bytes = int(hidden_rows.max()) * hidden.shape[1] * hidden.element_size()
         offset, num_bytes = exchange_bytes(kv_bytes, hidden_bytes)
         return cls(
@@ -175,19 +175,19 @@ class ExchangeLayout:
             hidden_rows=hidden_rows,
             hidden_offset=offset,
             num_bytes=num_bytes,
-            kv_shape=(num_layers, token_dim),
+            kv_shape=(num_layers, width),
             kv_dtype=kv_cache.dtype,
             hidden_size=hidden.shape[1],
             hidden_dtype=hidden.dtype,
         )
 
     def views(self, buffer: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rank `rank`'s sections of its uint8 buffer: kv [layers, tokens, token_dim], rows [rows, hidden]."""
-        num_layers, token_dim = self.kv_shape
+        """Rank `rank`'s sections of its uint8 buffer: kv [layers, tokens, width], rows [rows, hidden]."""
+        num_layers, width = self.kv_shape
         tokens, rows = int(self.decode_tokens[rank]), int(self.hidden_rows[rank])
-        kv_bytes = num_layers * tokens * token_dim * self.kv_dtype.itemsize
+        kv_bytes = num_layers * tokens * width * self.kv_dtype.itemsize
         row_bytes = rows * self.hidden_size * self.hidden_dtype.itemsize
-        kv = buffer[:kv_bytes].view(self.kv_dtype).view(num_layers, tokens, token_dim)
+        kv = buffer[:kv_bytes].view(self.kv_dtype).view(num_layers, tokens, width)
         end = self.hidden_offset + row_bytes
         hidden = buffer[self.hidden_offset : end].view(self.hidden_dtype).view(rows, self.hidden_size)
         return kv, hidden
