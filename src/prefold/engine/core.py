@@ -73,6 +73,7 @@ class EngineCore:
         config: resolved configuration.
         executor: by default the ranks that `config` asks for are started.
         observer: is told of every step.
+        wakeup: see `make_executor`.
 
     Attributes:
         schedulers: one per replica.
@@ -81,7 +82,11 @@ class EngineCore:
     """
 
     def __init__(
-        self, config: EngineConfig, executor: Executor | None = None, observer: EngineObserver | None = None
+        self,
+        config: EngineConfig,
+        executor: Executor | None = None,
+        observer: EngineObserver | None = None,
+        wakeup: int | None = None,
     ) -> None:
         self.config = config
         self.observer = observer
@@ -91,7 +96,7 @@ class EngineCore:
         self._lanes = make_lanes(self.schedulers, config.parallel)
         self._lane_of = {replica: lane for lane in self._lanes for replica in lane.replicas}
         log_layout(config)
-        self.executor = make_executor(config) if executor is None else executor
+        self.executor = make_executor(config, wakeup) if executor is None else executor
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -214,7 +219,7 @@ class EngineCore:
         return samples
 
     def abort(self, sample_ids: Iterable[str]) -> None:
-        """End samples at once; unknown ones are ignored. Blocks held by a step in flight are free after it."""
+        """End samples at once; unknown ones are ignored. Blocks that a step in flight holds follow later."""
         self._end(sample_ids, RequestStatus.FINISHED_ABORTED)
 
     def stop(self, sample_ids: Iterable[str]) -> None:

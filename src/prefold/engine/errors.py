@@ -9,3 +9,11 @@ class EngineDeadError(RuntimeError):
 
 class EngineFailedElsewhere(EngineDeadError):
     """The engine has failed in another process, which says so itself."""
+
+
+class EngineRestartingError(EngineDeadError):
+    """The engine has failed, and a new one is being started: try again soon."""
+
+
+class QueueFullError(RuntimeError):
+    """As many requests wait as may."""

@@ -46,12 +46,7 @@ class LocalRanks:
 
     def _start_server(self) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        environment = dict(os.environ)
-        # It finds this very package, installed or not.
-        package_root = str(Path(prefold.__file__).parents[1])
-        environment["PYTHONPATH"] = os.pathsep.join(
-            [package_root, *filter(None, [environment.get("PYTHONPATH")])]
-        )
+        environment = python_environment()
         environment["OMP_NUM_THREADS"] = str(self._threads_per_rank)
         # numpy's library would start threads as soon as it is imported, and a process with threads must
         # not fork. Ranks compute with torch.
@@ -123,6 +118,13 @@ class LocalRanks:
             self._running.discard(int(rank))
             self._codes[int(rank)] = int(number)
         return True
+
+
+def python_environment() -> dict[str, str]:
+    """This process's, for a Python that is to find this very package, installed or not."""
+    package_root = str(Path(prefold.__file__).parents[1])
+    path = os.pathsep.join([package_root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "PYTHONPATH": path}
 
 
 def describe_exit(code: int) -> str:

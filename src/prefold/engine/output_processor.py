@@ -95,12 +95,15 @@ class OutputProcessor:
     Args:
         tokenizer: None leaves all texts empty.
         clock: seconds; the clock of every `arrival_time` and `now`.
+
+    Attributes:
+        requests: unfinished ones by sample id; the samples of a request share it.
     """
 
     def __init__(self, tokenizer: TokenizerLike | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._tokenizer = tokenizer
         self._clock = clock
-        self._groups: dict[str, LiveRequest] = {}  # by sample id; the samples of a request share one group
+        self.requests: dict[str, LiveRequest] = {}
         self._sample_ids: dict[str, list[str]] = {}  # by request id
 
     @property
@@ -127,7 +130,7 @@ class OutputProcessor:
         """
         n = params.n
         sample_ids = [request_id] if n == 1 else [f"{request_id}:{index}" for index in range(n)]
-        if request_id in self._sample_ids or any(sample_id in self._groups for sample_id in sample_ids):
+        if request_id in self._sample_ids or any(sample_id in self.requests for sample_id in sample_ids):
             raise ValueError(f"request id {request_id!r} is in use")
         if params.stop and self._tokenizer is None:
             raise ValueError(f"stop={list(params.stop)} needs a tokenizer; stop_token_ids works without one")
@@ -144,19 +147,19 @@ class OutputProcessor:
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
         )
         self._sample_ids[request_id] = sample_ids
-        self._groups.update(dict.fromkeys(sample_ids, group))
+        self.requests.update(dict.fromkeys(sample_ids, group))
         return sample_ids
 
     def mark_scheduled(self, sample_id: str, now: float | None = None, num_cached_tokens: int = 0) -> None:
         """The sample is in this step's batch. Only the first call for a request counts."""
-        group = self._groups.get(sample_id)
+        group = self.requests.get(sample_id)
         if group is not None and group.metrics.first_scheduled_s is None:
             group.metrics.first_scheduled_s = self._now(now) - group.metrics.arrival_time
             group.metrics.num_cached_tokens = num_cached_tokens
 
     def mark_preempted(self, sample_id: str) -> None:
         """The sample lost its blocks and will be recomputed."""
-        group = self._groups.get(sample_id)
+        group = self.requests.get(sample_id)
         if group is not None:
             group.metrics.num_preemptions += 1
 
@@ -216,7 +219,7 @@ class OutputProcessor:
             The request (None if there is nothing new to show), and the ids that met a stop string: the
             scheduler must drop them as finished "stop".
         """
-        group = self._groups.get(sample_id)
+        group = self.requests.get(sample_id)
         if group is None:
             return None, set()
         sample = group.samples[sample_id]
@@ -260,7 +263,7 @@ class OutputProcessor:
     ) -> tuple[RequestOutput, set[str]]:
         """End a known request: its final output, and the ids of the samples that had not finished."""
         sample_ids = self._sample_ids[request_id]
-        group = self._groups[sample_ids[0]]
+        group = self.requests[sample_ids[0]]
         unfinished = {sample_id for sample_id, s in group.samples.items() if s.finish_reason is None}
         for sample_id in unfinished:
             sample = group.samples[sample_id]
@@ -333,7 +336,7 @@ class OutputProcessor:
         if metrics.ttft_s is not None and num_tokens > 1:
             metrics.tpot_s = (metrics.latency_s - metrics.ttft_s) / (num_tokens - 1)
         for sample_id in self._sample_ids.pop(group.request_id):
-            del self._groups[sample_id]
+            del self.requests[sample_id]
         return group
 
 
