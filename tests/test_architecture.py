@@ -55,7 +55,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tracing": set(),
     "control": {"config"},
     "hf_config": {"config", "checkpoint_files", "quantization.scheme"},
-    "quantization": {"checkpoint_files", "gguf_file"},
+    "quantization": {"checkpoint_files", "gguf_file", "kernels"},
     "quantization.formats": set(),
     "quantization.scheme": set(),
     "quantization.catalog": {"checkpoint_files"},

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from prefold.checkpoint_files import TensorEntry, check_checkpoint_files
+from prefold.layers.bands import Band
 from prefold.layers.weight import Weight
 from prefold.quantization.catalog import StoredTensor, catalog
 from prefold.quantization.gguf_tensors import GGUFTensors
 from prefold.quantization.scheme import read_scheme
-from prefold.quantization.source import OpenTensor, Read, WeightSource
+from prefold.quantization.source import OpenTensor, WeightSource
 from prefold.quantization.tensors import BlockScaledTensor
 
 SHOWN = 5
@@ -34,10 +35,14 @@ def load_weights(
     model: Loadable,
     source: str | Path | WeightSource,
     progress: Callable[[int, int], None] | None = None,
+    weight_memory: str = "expanded",
 ) -> None:
     """Fill `model`'s parameters from `source`, usually a checkpoint folder.
 
-    Quantised weights are dequantised in tiles of rows: no tensor is ever in memory whole in float32.
+    Quantised weights are dequantised in tiles of rows: no tensor is ever in memory whole in float32. With
+    `weight_memory` "quantized" they go into the model's `Bands` as they are stored, where there are any; what
+    a kernel cannot follow is dequantised there (see the `keep` of each source).
+
     Strict: raises ValueError naming tensors that are missing, unexpected, of another shape or stored in a
     form that is not supported, before the first is read. `progress(done, total)` counts tensors.
 
@@ -47,12 +52,32 @@ def load_weights(
     weights = {weight.name: weight for weight in model.weights(opened.tensors.keys())}
     _check(weights, opened, model)
     needed = [weight.name for weight in weights.values() if weight.parts]
+    if weight_memory == "quantized":
+        for name in needed:
+            if (bands := weights[name].bands) is not None and opened.tensors[name].is_quantized:
+                bands.release()
     for done, (name, tensor) in enumerate(opened.open(needed), 1):
-        for slices, destination in weights[name].parts:
-            if destination.numel():
-                tensor.read(slices, destination)
+        bands = weights[name].bands
+        if bands is not None and bands.is_released:
+            bands.put(weights[name].band, _band(weights[name], tensor))
+        else:
+            for slices, destination in weights[name].parts:
+                if destination.numel():
+                    tensor.read(slices, destination)
         if progress is not None:
             progress(done, len(needed))
+
+
+def _band(weight: Weight, tensor: OpenTensor) -> Band:
+    """What a rank needs of a tensor, in memory of its own."""
+    ((slices, destination),) = weight.parts
+    kept = None if tensor.keep is None else tensor.keep(slices, destination.dtype)
+    if kept is not None:
+        return kept
+    band = torch.empty_like(destination, memory_format=torch.contiguous_format)
+    if band.numel():
+        tensor.read(slices, band)
+    return band
 
 
 def open_source(path: str | Path) -> WeightSource:
@@ -81,29 +106,32 @@ class SafetensorsSource:
                 for tensor in tensors:
                     for file in {self._entries[part].file for part in tensor.parts} - files.keys():
                         files[file] = stack.enter_context(_opened(file))
-                    yield tensor.name, OpenTensor(self._reader(tensor, files))
+                    yield tensor.name, self._open(tensor, files)
 
-    def _reader(self, tensor: StoredTensor, files: dict[Path, safe_open]) -> Read:
+    def _open(self, tensor: StoredTensor, files: dict[Path, safe_open]) -> OpenTensor:
         parts = [(files[self._entries[part].file], part) for part in tensor.parts]
         path = self._entries[tensor.parts[0]].file
         with _naming(path):
             file, name = parts[0]
             values = file.get_slice(name)
             if tensor.format is None:
-                return _guarded(path, lambda slices, out: out.copy_(values[slices]))
+                return OpenTensor(_guarded(path, lambda slices, out: out.copy_(values[slices])))
             file, name = parts[1]
             scales = file.get_slice(name)
             if len(self._entries[name].shape) < 2:
                 scales = file.get_tensor(name).reshape(-1, 1)
             global_scale = [file.get_tensor(name) for file, name in parts[2:]]
         quantized = BlockScaledTensor(tensor.format, tensor.shape, values, scales, *global_scale)
-        return _guarded(path, lambda slices, out: quantized.dequantize(slices[0], slices[1], out))
+        return OpenTensor(
+            _guarded(path, lambda slices, out: quantized.dequantize(slices[0], slices[1], out)),
+            _guarded(path, lambda slices, dtype: quantized.keep(slices[0], slices[1], dtype)),
+        )
 
 
-def _guarded(path: Path, read: Callable[[tuple[slice, ...], torch.Tensor], object]) -> Read:
-    def guarded(slices: tuple[slice, ...], out: torch.Tensor) -> None:
+def _guarded(path: Path, read: Callable[[tuple[slice, ...], Any], Any]) -> Callable[..., Any]:
+    def guarded(slices: tuple[slice, ...], argument: Any) -> Any:
         with _naming(path):
-            read(slices, out)
+            return read(slices, argument)
 
     return guarded
 

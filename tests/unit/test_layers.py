@@ -12,7 +12,7 @@ from prefold.layers.linear import (
     GatedMLP,
     Linear,
     RowParallelLinear,
-    matmul,
+    multiply,
     prepared,
 )
 from prefold.layers.norm import ROWS_PER_PASS, RMSNorm
@@ -39,7 +39,7 @@ def test_matmul_of_any_two_dtypes(weight_dtype, compute, num_tokens: int):
     x, weight = normal(num_tokens, 32, dtype=compute), normal(24, 32, seed=1, dtype=weight_dtype)
     out = torch.full((num_tokens, 24), float("nan"), dtype=compute)
     env = env_of(weight_dtype, compute)
-    result = matmul(x, prepared(weight, num_tokens, "w", env), out)
+    result = multiply(x, prepared([weight], num_tokens, "w", env), out, env)
     assert result.data_ptr() == out.data_ptr()
     expected = x.double() @ weight.double().t()
     exact = compute == torch.float32 and (weight_dtype == torch.float32 or num_tokens >= EDGE)

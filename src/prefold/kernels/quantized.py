@@ -71,7 +71,8 @@ class QuantizedMatrix:
         assert kind in KINDS, kind
         assert dtype in (torch.float32, torch.bfloat16), dtype
         assert codes.dtype == torch.uint8, codes.dtype
-        assert codes.is_contiguous() and codes.shape[0] == shape[0], (codes.shape, shape)
+        assert codes.shape[0] == shape[0], (codes.shape, shape)
+        assert codes.is_contiguous()
         self.kind, self.shape, self.dtype = kind, shape, dtype
         self.codes, self.scales, self.groups = codes, scales, groups
         self.block, self.skip = block, skip
@@ -86,9 +87,7 @@ class QuantizedMatrix:
         parts = (self.codes, self.scales, self.groups)
         return sum(part.numel() * part.element_size() for part in parts if part is not None)
 
-    def expand(
-        self, rows: slice, out: torch.Tensor, instruction_set: str | None = None
-    ) -> torch.Tensor:
+    def expand(self, rows: slice, out: torch.Tensor, instruction_set: str | None = None) -> torch.Tensor:
         """Values of `rows` into out [rows, columns], contiguous, float32 or bfloat16."""
         assert out.shape == (rows.stop - rows.start, self.shape[1]), (rows, out.shape, self.shape)
         assert out.is_contiguous()
@@ -107,9 +106,7 @@ class QuantizedMatrix:
         )
         return out
 
-    def linear(
-        self, x: torch.Tensor, out: torch.Tensor, instruction_set: str | None = None
-    ) -> torch.Tensor:
+    def linear(self, x: torch.Tensor, out: torch.Tensor, instruction_set: str | None = None) -> torch.Tensor:
         """out[m, n] = sum over k of x[m, k] * values[n, k], in float32.
 
         Args:
@@ -117,7 +114,8 @@ class QuantizedMatrix:
             out: [m, rows] float32, written.
         """
         assert x.dtype == out.dtype == torch.float32, (x.dtype, out.dtype)
-        assert x.shape[1] == self.shape[1] and out.shape == (x.shape[0], self.shape[0]), (x.shape, out.shape)
+        assert x.shape[1] == self.shape[1], (x.shape, self.shape)
+        assert out.shape == (x.shape[0], self.shape[0]), (x.shape, out.shape)
         assert x.stride(1) == out.stride(1) == 1 or 0 in x.shape or 0 in out.shape
         _linear(
             instruction_set,

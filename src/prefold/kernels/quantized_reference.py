@@ -29,7 +29,8 @@ def _fp8(matrix: QuantizedMatrix, rows: slice) -> torch.Tensor:
 
 
 def _nvfp4(matrix: QuantizedMatrix, rows: slice) -> torch.Tensor:
-    assert matrix.scales is not None and matrix.groups is not None
+    assert matrix.scales is not None
+    assert matrix.groups is not None
     codes = matrix.codes[rows].unflatten(1, (-1, 1, 16))
     codes = torch.cat((codes & 15, codes >> 4), dim=2)  # [rows, 32s, 2, 16]
     scales = matrix.scales[matrix.groups[rows].long()].view(*codes.shape[:3], 1)

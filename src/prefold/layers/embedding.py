@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from prefold.layers.linear import Env, matmul, prepared
+from prefold.layers.linear import Env, multiply, prepared
 from prefold.layers.weight import Weight, parameter
 
 
@@ -48,7 +48,7 @@ class VocabParallel(nn.Module):
         """hidden [n, hidden] -> [n, vocab_size] float32, on every rank; valid until the next call."""
         num_tokens, ws = hidden.shape[0], self.env.workspace
         local = ws.get("logits.local", (num_tokens, self.weight.shape[0]), hidden.dtype)
-        matmul(hidden, prepared(self.weight, num_tokens, "linear.weight", self.env), local)
+        multiply(hidden, prepared([self.weight], num_tokens, "linear.weight", self.env), local, self.env)
         parts = self.env.tp.all_gather(local)  # [TP, n, rows]
         logits = parts.transpose(0, 1).flatten(1)
         return logits[:, : self.vocab_size].float()

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from prefold.config import MoEConfig
+from prefold.layers.bands import Bands
 from prefold.layers.expert_parallel import ExpertParallel
 from prefold.layers.linear import Env, gated_mlp, prepared_mlp, tiles
 from prefold.layers.weight import Weight, parameter
@@ -27,6 +28,7 @@ class Experts(nn.Module):
     Attributes:
         gate_up: [len(held), 2 * width, hidden], gate | up.
         down: [len(held), hidden, width].
+        gate_up_bands, down_bands: of these, gate and up apart; an expert's are side by side.
     """
 
     def __init__(
@@ -40,6 +42,8 @@ class Experts(nn.Module):
         like = {"dtype": env.weight_dtype, "device": env.device}
         self.gate_up = parameter(len(held), 2 * self.width, hidden_size, **like)
         self.down = parameter(len(held), hidden_size, self.width, **like)
+        self.gate_up_bands = Bands(self.gate_up, [self.width] * (2 * len(held)))
+        self.down_bands = Bands(self.down, [hidden_size] * len(held))
 
     def add_(self, out: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> None:
         """out += the sum over each row's experts that are held here, times their weights.
@@ -55,7 +59,7 @@ class Experts(nn.Module):
         pairs = torch.from_numpy(order[: counts.sum()]).to(x.device)
         rows = pairs // ids.shape[1]
         row_weights = weights.flatten()[pairs].to(x.dtype)[:, None]
-        current, mlp = -1, (self.gate_up, self.down)
+        current, mlp = -1, ((), ())
         for tile in tiles(len(rows)):
             tile_x = workspace.get("moe.rows", (tile.stop - tile.start, hidden), x.dtype)
             torch.index_select(x, 0, rows[tile], out=tile_x)
@@ -63,7 +67,8 @@ class Experts(nn.Module):
             for expert, part in experts_in(tile, ends):
                 if expert != current:
                     current = expert
-                    mlp = prepared_mlp(self.gate_up[expert], self.down[expert], int(counts[expert]), self.env)
+                    gate_up, down = self.gate_up_bands.take(2 * expert, 2), self.down_bands.take(expert, 1)
+                    mlp = prepared_mlp(gate_up, down, int(counts[expert]), self.env)
                 gated_mlp(tile_x[part], *mlp, result[part], self.env)
             out.index_add_(0, rows[tile], result.mul_(row_weights[tile]))
 
@@ -78,14 +83,16 @@ class Experts(nn.Module):
         width, full, hidden = self.width, self.moe.intermediate_size, self.gate_up.shape[2]
         in_, out = (self._columns, slice(0, hidden)), (slice(0, hidden), self._columns)
         for i in range(self.moe.num_experts):
-            gate = up = down = ()
-            if i in self.held:
-                gate_up = self.gate_up[i - self.held.start]
-                gate, up = ((in_, gate_up[:width]),), ((in_, gate_up[width:]),)
-                down = ((out, self.down[i - self.held.start]),)
-            yield Weight(f"{prefix}.{i}.gate_proj.weight", (full, hidden), gate)
-            yield Weight(f"{prefix}.{i}.up_proj.weight", (full, hidden), up)
-            yield Weight(f"{prefix}.{i}.down_proj.weight", (hidden, full), down)
+            names = [f"{prefix}.{i}.{name}_proj.weight" for name in ("gate", "up", "down")]
+            shapes = [(full, hidden), (full, hidden), (hidden, full)]
+            if i not in self.held:
+                yield from (Weight(name, shape, ()) for name, shape in zip(names, shapes, strict=True))
+                continue
+            expert = i - self.held.start
+            gate, up = self.gate_up[expert].split(width)
+            yield Weight(names[0], shapes[0], ((in_, gate),), self.gate_up_bands, 2 * expert)
+            yield Weight(names[1], shapes[1], ((in_, up),), self.gate_up_bands, 2 * expert + 1)
+            yield Weight(names[2], shapes[2], ((out, self.down[expert]),), self.down_bands, expert)
 
     def _stacked(self, prefix: str) -> Iterator[Weight]:
         width, full, hidden = self.width, self.moe.intermediate_size, self.gate_up.shape[2]

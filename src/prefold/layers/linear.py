@@ -1,13 +1,14 @@
 """Linear layers: replicated, split over columns (outputs) and split over rows (inputs).
 
-Weights keep the checkpoint's dtype; activations have the compute dtype, which may differ. Results
+Weights keep the checkpoint's dtype, or stay quantised; activations have the compute dtype, which may
+differ. Results
 live in workspace buffers named after the layer's role: a result is valid until a layer of the same
 role runs again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from prefold.kernels import native
+from prefold.kernels.quantized import QuantizedMatrix, is_available
+from prefold.layers.bands import Band, Bands
 from prefold.layers.weight import Weight, parameter, shard, whole
 
 if TYPE_CHECKING:
@@ -29,6 +32,15 @@ CONVERT_WEIGHT_FROM = 48
 A few rows are bound by reading the weight, which a conversion would read, write and read again.
 Measured on a CPU: bfloat16 wins below about 40 rows, converting wins above.
 """
+
+EXPAND_FROM = 16
+"""Rows from which tiles of a quantised weight are expanded for a matrix multiplication.
+
+With fewer, each row of the weight is decoded as it meets them.
+"""
+
+EXPANDED_TILE = 1 << 18
+"""Elements of a tile: 1 MiB of float32, which stays in a core's cache."""
 
 DELTA = "layer.delta"
 """Role of what attention and MLP add to the residual stream: each is added before the other is computed."""
@@ -52,11 +64,17 @@ class Env:
     experts: ExpertParallel | None = None
 
 
-def prepared(weight: torch.Tensor, num_rows: int, name: str, env: Env) -> torch.Tensor:
-    """`weight` in the dtype in which `num_rows` rows meet it best: itself, or a copy in buffer `name`."""
-    if weight.dtype == env.compute_dtype or num_rows < CONVERT_WEIGHT_FROM:
-        return weight
-    return env.workspace.get(name, weight.shape, env.compute_dtype).copy_(weight)
+def prepared(bands: Sequence[Band], num_rows: int, name: str, env: Env) -> tuple[Band, ...]:
+    """A weight in the dtype in which `num_rows` rows meet it best: bands that are floats as they are, or
+    copies in buffers `name`."""
+    if env.weight_dtype == env.compute_dtype or num_rows < CONVERT_WEIGHT_FROM:
+        return tuple(bands)
+    return tuple(
+        env.workspace.get(f"{name}.{i}", band.shape, env.compute_dtype).copy_(band)
+        if isinstance(band, torch.Tensor)
+        else band
+        for i, band in enumerate(bands)
+    )
 
 
 def matmul(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -68,32 +86,75 @@ def matmul(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> torch.Te
     return out.copy_(F.linear(x.to(weight.dtype), weight))
 
 
-def _multiply(x: torch.Tensor, weight: torch.Tensor, role: str, env: Env) -> torch.Tensor:
+def multiply(x: torch.Tensor, bands: Sequence[Band], out: torch.Tensor, env: Env) -> torch.Tensor:
+    """out = x @ weight.T for the bands of a weight."""
+    start = 0
+    for band in bands:
+        part = out if len(bands) == 1 else out[:, start : start + band.shape[0]]
+        if isinstance(band, QuantizedMatrix):
+            _multiply_quantized(x, band, part, env)
+        else:
+            matmul(x, band, part)
+        start += band.shape[0]
+    return out
+
+
+def _multiply_quantized(x: torch.Tensor, weight: QuantizedMatrix, out: torch.Tensor, env: Env) -> None:
+    """As `matmul`. Many rows meet a tile of the weight's rows at a time, as floats."""
+    num_rows, columns = x.shape[0], weight.shape[1]
+    if num_rows < EXPAND_FROM and is_available():
+        if x.dtype == torch.float32:
+            weight.linear(x, out)
+        else:
+            result = env.workspace.get("quantized.result", out.shape, torch.float32)
+            out.copy_(weight.linear(x.float(), result))
+        return
+    step = max(1, EXPANDED_TILE // columns)
+    for start in range(0, weight.shape[0], step):
+        rows = slice(start, min(start + step, weight.shape[0]))
+        tile = env.workspace.get("quantized.tile", (rows.stop - start, columns), x.dtype)
+        torch.mm(x, weight.expand(rows, tile).t(), out=out[:, rows])
+
+
+def _multiply(x: torch.Tensor, bands: Bands, role: str, env: Env) -> torch.Tensor:
     """x @ weight.T in the buffer of `role`."""
-    out = env.workspace.get(role, (x.shape[0], weight.shape[0]), x.dtype)
-    return matmul(x, prepared(weight, x.shape[0], "linear.weight", env), out)
+    weight = bands.take()
+    out = env.workspace.get(role, (x.shape[0], sum(band.shape[0] for band in weight)), x.dtype)
+    return multiply(x, prepared(weight, x.shape[0], "linear.weight", env), out, env)
 
 
 class Linear(nn.Module):
-    """x [n, in_features] -> [n, out_features], the same weight on every rank."""
+    """x [n, in_features] -> [n, out_features], the same weight on every rank.
 
-    def __init__(self, in_features: int, out_features: int, bias: bool, role: str, env: Env) -> None:
+    `bands`: outputs of each of the checkpoint's modules that lie side by side in this one, if several.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        role: str,
+        env: Env,
+        bands: list[int] | None = None,
+    ) -> None:
         super().__init__()
         self.role, self.env = role, env
         self.weight = parameter(out_features, in_features, dtype=env.weight_dtype, device=env.device)
+        self.bands = Bands(self.weight, bands or [out_features])
         # Biases are added to activations, so they have the compute dtype.
         self.bias = parameter(out_features, dtype=env.compute_dtype, device=env.device) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = _multiply(x, self.weight, self.role, self.env)
+        out = _multiply(x, self.bands, self.role, self.env)
         return out if self.bias is None else out.add_(self.bias)
 
     def weights(self, prefixes: dict[str, int]) -> Iterator[Weight]:
         """`prefixes`: checkpoint modules whose outputs lie side by side in this one, and their widths."""
         start = 0
-        for prefix, width in prefixes.items():
+        for band, (prefix, width) in enumerate(prefixes.items()):
             rows = slice(start, start + width)
-            yield whole(f"{prefix}.weight", self.weight[rows])
+            yield whole(f"{prefix}.weight", self.weight[rows], self.bands, band)
             if self.bias is not None:
                 yield whole(f"{prefix}.bias", self.bias[rows])
             start += width
@@ -128,19 +189,21 @@ class ColumnParallelLinear(nn.Module):
         self.widths = [width // share for width, share in sizes]
         total = sum(self.widths)
         self.weight = parameter(total, in_features, dtype=env.weight_dtype, device=env.device)
+        self.bands = Bands(self.weight, self.widths)
         self.bias = parameter(total, dtype=env.compute_dtype, device=env.device) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = _multiply(x, self.weight, self.role, self.env)
+        out = _multiply(x, self.bands, self.role, self.env)
         return out if self.bias is None else out.add_(self.bias)
 
     def weights(self, *prefixes: str) -> Iterator[Weight]:
         tp = self.env.tp
         start = 0
-        for prefix, width, shares in zip(prefixes, self.widths, self.shares, strict=True):
+        projections = zip(prefixes, self.widths, self.shares, strict=True)
+        for band, (prefix, width, shares) in enumerate(projections):
             rows = slice(start, start + width)
             own = tp.rank * shares // tp.size
-            yield shard(f"{prefix}.weight", self.weight[rows], 0, own, shares)
+            yield shard(f"{prefix}.weight", self.weight[rows], 0, own, shares, self.bands, band)
             if self.bias is not None:
                 yield shard(f"{prefix}.bias", self.bias[rows], 0, own, shares)
             start += width
@@ -156,6 +219,7 @@ class RowParallelLinear(nn.Module):
         self.weight = parameter(
             out_features, in_features // env.tp.size, dtype=env.weight_dtype, device=env.device
         )
+        self.bands = Bands(self.weight, [out_features])
         self.bias = parameter(out_features, dtype=env.compute_dtype, device=env.device) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -163,7 +227,7 @@ class RowParallelLinear(nn.Module):
 
     def partial(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's summand [n, out_features], without the bias."""
-        return _multiply(x, self.weight, self.role, self.env)
+        return _multiply(x, self.bands, self.role, self.env)
 
     def finish(self, out: torch.Tensor) -> torch.Tensor:
         """Sum the ranks' summands and add the bias once, in place."""
@@ -171,7 +235,7 @@ class RowParallelLinear(nn.Module):
         return out if self.bias is None else out.add_(self.bias)
 
     def weights(self, prefix: str) -> Iterator[Weight]:
-        yield shard(f"{prefix}.weight", self.weight, 1, self.env.tp.rank, self.env.tp.size)
+        yield shard(f"{prefix}.weight", self.weight, 1, self.env.tp.rank, self.env.tp.size, self.bands)
         if self.bias is not None:
             yield whole(f"{prefix}.bias", self.bias)
 
@@ -191,7 +255,7 @@ class GatedMLP(nn.Module):
     def partial(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's summand, to be given to `down.finish`."""
         out = self.env.workspace.get(self.down.role, x.shape, x.dtype)
-        mlp = prepared_mlp(self.gate_up.weight, self.down.weight, x.shape[0], self.env)
+        mlp = prepared_mlp(self.gate_up.bands.take(), self.down.bands.take(), x.shape[0], self.env)
         for rows in tiles(x.shape[0]):
             gated_mlp(x[rows], *mlp, out[rows], self.env, self.gate_up.bias)
         return out
@@ -208,27 +272,29 @@ def tiles(num_rows: int) -> Iterator[slice]:
 
 
 def prepared_mlp(
-    gate_up: torch.Tensor, down: torch.Tensor, num_rows: int, env: Env
-) -> tuple[torch.Tensor, torch.Tensor]:
+    gate_up: Sequence[Band], down: Sequence[Band], num_rows: int, env: Env
+) -> tuple[tuple[Band, ...], tuple[Band, ...]]:
     """Both weights of an MLP, see `prepared`."""
     return prepared(gate_up, num_rows, "mlp.w_gate_up", env), prepared(down, num_rows, "mlp.w_down", env)
 
 
 def gated_mlp(
     x: torch.Tensor,
-    w_gate_up: torch.Tensor,
-    w_down: torch.Tensor,
+    w_gate_up: Sequence[Band],
+    w_down: Sequence[Band],
     out: torch.Tensor,
     env: Env,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One tile: x [n, hidden], w_gate_up [2 * width, hidden], w_down [hidden, width] -> out [n, hidden].
+    """One tile: x [n, hidden] -> out [n, hidden]. `w_gate_up` are the bands of [2 * width, hidden], `w_down`
+    those of [hidden, width].
 
     `bias` [2 * width] belongs to gate and up.
     """
-    gate_up = env.workspace.get("mlp.gate_up", (x.shape[0], w_gate_up.shape[0]), x.dtype)
-    matmul(x, w_gate_up, gate_up)
+    width = sum(band.shape[0] for band in w_gate_up)
+    gate_up = env.workspace.get("mlp.gate_up", (x.shape[0], width), x.dtype)
+    multiply(x, w_gate_up, gate_up, env)
     if bias is not None:
         gate_up.add_(bias)
     gate, up = gate_up.chunk(2, dim=-1)
-    return matmul(F.silu(gate, inplace=True).mul_(up), w_down, out)
+    return multiply(F.silu(gate, inplace=True).mul_(up), w_down, out, env)

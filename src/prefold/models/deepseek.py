@@ -40,7 +40,8 @@ class MLAttention(nn.Module):
         q_size = config.num_heads * mla.qk_head_dim
         # The two down-projections have the same input and no split: one matrix multiplication.
         self.q_lora_rank = mla.q_lora_rank or 0
-        self.a_proj = Linear(hidden, self.q_lora_rank + mla.token_dim, bias, "attn.a", env)
+        widths = [width for width in (self.q_lora_rank, mla.token_dim) if width]
+        self.a_proj = Linear(hidden, sum(widths), bias, "attn.a", env, widths)
         if mla.q_lora_rank is not None:
             self.q_a_norm = RMSNorm(mla.q_lora_rank, config.qk_norm_eps, env)
             self.q_proj = ColumnParallelLinear(mla.q_lora_rank, [q_size], False, "attn.q", env)

@@ -22,6 +22,8 @@ class StoredTensor:
         parts: names of the tensors it is stored in: itself, or codes, scales and the global scale, if any.
         format: None if it is stored plain.
         problem: what keeps it from being read.
+        stored_as: its type or format, for messages.
+        is_quantized: whether it may stay in quantised form in memory.
     """
 
     name: str
@@ -29,6 +31,8 @@ class StoredTensor:
     parts: tuple[str, ...]
     format: Format | None = None
     problem: str | None = None
+    stored_as: str = ""
+    is_quantized: bool = False
 
 
 def catalog(entries: Mapping[str, TensorEntry], scheme: Scheme | None) -> dict[str, StoredTensor]:
@@ -49,7 +53,11 @@ def catalog(entries: Mapping[str, TensorEntry], scheme: Scheme | None) -> dict[s
             continue
         known = entry.dtype in PLAIN_DTYPES
         found[name] = StoredTensor(
-            name, entry.shape, (name,), problem=None if known else _foreign(name, entry)
+            name,
+            entry.shape,
+            (name,),
+            problem=None if known else _foreign(name, entry),
+            stored_as=entry.dtype,
         )
     return found
 
@@ -85,7 +93,8 @@ def _quantised(module: str, name: str, entries: Mapping[str, TensorEntry], schem
         wanted = (format.scale_shapes(shape), ((), (1,)))
         for scale, shapes in zip(scales, wanted, strict=False):
             problems += _scale_problems(scale, entries.get(scale), shapes, logical)
-    return StoredTensor(logical, shape, parts, format, "; ".join(problems) or None)
+    problem = "; ".join(problems) or None
+    return StoredTensor(logical, shape, parts, format, problem, format.name, is_quantized=True)
 
 
 def _scale_problems(

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from prefold.gguf_file import GGUFFile, GGUFTensor
+from prefold.kernels.quantized import KINDS, QuantizedMatrix
 from prefold.quantization.catalog import StoredTensor
 from prefold.quantization.source import OpenTensor, Read
 from prefold.quantization.tensors import TILE
@@ -38,6 +40,8 @@ TENSOR_NAMES = {
 PERMUTED_ARCHITECTURES = ("llama", "smollm3")
 """Whose files keep the rows of q_proj and k_proj in the order that rotates neighbours."""
 
+PLAIN_KINDS = ("F32", "F16", "BF16", "F64")
+
 AUXILIARY = ("rope_freqs.weight",)
 """Tensors that are no weights of a model: scaling of rotary wavelengths."""
 
@@ -55,7 +59,14 @@ class GGUFTensors:
         self.name = self.file.path.name
         self._stored = {hf_name(tensor.name): tensor for tensor in self.file.tensors.values()}
         self.tensors = {
-            name: StoredTensor(name, stored.shape, (stored.name,), problem=stored.problem)
+            name: StoredTensor(
+                name,
+                stored.shape,
+                (stored.name,),
+                problem=stored.problem,
+                stored_as=stored.kind.name,
+                is_quantized=stored.kind.name not in PLAIN_KINDS,
+            )
             for name, stored in self._stored.items()
             if name not in AUXILIARY
         }
@@ -63,7 +74,11 @@ class GGUFTensors:
     def open(self, names: Iterable[str]) -> Iterator[tuple[str, OpenTensor]]:
         """See `WeightSource`."""
         for name in names:
-            yield name, OpenTensor(self._reader(name))
+            keep = None
+            if self.tensors[name].is_quantized:
+                matrix = self.matrix(name)
+                keep = partial(_keep, matrix)
+            yield name, OpenTensor(self._reader(name), keep)
 
     def whole(self, name: str) -> torch.Tensor:
         """A whole tensor in float32; ValueError for a type that is not supported."""
@@ -122,6 +137,17 @@ class GGUFMatrix:
     def shape(self) -> tuple[int, ...]:
         return self._shape
 
+    def keep(self, rows: slice, columns: slice, dtype: torch.dtype) -> QuantizedMatrix | None:
+        """That part in quantised form, with values of `dtype`; None for types without a kernel, and
+        for columns that cut a block."""
+        kind, shape = self._type.name.lower(), (rows.stop - rows.start, columns.stop - columns.start)
+        if kind not in KINDS or columns.start % self._block or columns.stop % self._block or 0 in shape:
+            return None
+        blocks = slice(columns.start // self._block, columns.stop // self._block)
+        stored = slice(blocks.start * self._entries, blocks.stop * self._entries)
+        codes = self._data[rows if self._order is None else self._order[rows], stored]
+        return QuantizedMatrix(kind, shape, dtype, torch.from_numpy(np.array(codes)))
+
     def dequantize(self, rows: slice, columns: slice, out: torch.Tensor) -> None:
         """See `QuantizedTensor`."""
         from gguf import quants
@@ -140,6 +166,10 @@ class GGUFMatrix:
             # A copy where gguf hands out the file itself, which is not writable.
             values = values if values.flags.writeable else values.copy()
             into.copy_(torch.from_numpy(values)[:, inner])
+
+
+def _keep(matrix: GGUFMatrix, slices: tuple[slice, ...], dtype: torch.dtype) -> QuantizedMatrix | None:
+    return matrix.keep(slices[0], slices[1], dtype)
 
 
 def hf_name(name: str) -> str:

@@ -8,10 +8,14 @@ from typing import Protocol
 
 import torch
 
+from prefold.kernels.quantized import QuantizedMatrix
 from prefold.quantization.catalog import StoredTensor
 
 Read = Callable[[tuple[slice, ...], torch.Tensor], None]
 """read(slices, out): that part of a tensor into `out`, converted to its dtype."""
+
+Keep = Callable[[tuple[slice, ...], torch.dtype], QuantizedMatrix | None]
+"""keep(slices, dtype): that part as it is stored, with values of `dtype`; None where it must be read."""
 
 
 @dataclass(frozen=True)
@@ -20,9 +24,11 @@ class OpenTensor:
 
     Attributes:
         read: any part of it as floats.
+        keep: any part of it in quantised form; None if it is stored plain.
     """
 
     read: Read
+    keep: Keep | None = None
 
 
 class WeightSource(Protocol):

@@ -5,11 +5,16 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
+from torch.nn import functional as F
 
-from prefold.quantization.formats import Format
+from prefold.kernels.quantized import QuantizedMatrix
+from prefold.quantization.formats import NVFP4_GROUP, Format
 
 TILE = 1 << 18
 """Elements that a thread dequantises at a time: 1 MiB of float32, which stays in a core's cache."""
+
+MAX_SCALE = 1e36
+"""FP8 with larger scales is not kept quantised: kernels multiply them by 256."""
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
@@ -80,6 +85,52 @@ class BlockScaledTensor:
             into = out[tile.start - rows.start : tile.stop - rows.start]
             into.copy_(self._tile(tile, columns, pairs))
 
+    def keep(self, rows: slice, columns: slice, dtype: torch.dtype) -> QuantizedMatrix | None:
+        """That part in quantised form, with values of `dtype`.
+
+        None where a native kernel could not follow: a part whose columns begin inside a group of NVFP4,
+        codes that are NaN, scales that are not finite or huge.
+        """
+        if self.format.dtype == "U8":
+            return self._keep_nvfp4(rows, columns, dtype)
+        above, left = rows.start // self._height, columns.start // self._width
+        below, right = -(-rows.stop // self._height), -(-columns.stop // self._width)
+        codes = self._codes[rows, columns].contiguous().view(torch.uint8)
+        scales = self._scales[above:below, left:right].float().contiguous()
+        if (
+            not codes.numel()
+            or bool(((codes & 127) == 127).any())
+            or not bool((scales.abs() < MAX_SCALE).all())
+        ):
+            return None
+        skip = (rows.start - above * self._height, columns.start - left * self._width)
+        block = (self._height, self._width)
+        shape = (codes.shape[0], codes.shape[1])
+        return QuantizedMatrix("fp8", shape, dtype, codes, scales, block=block, skip=skip)
+
+    def _keep_nvfp4(self, rows: slice, columns: slice, dtype: torch.dtype) -> QuantizedMatrix | None:
+        shape = (rows.stop - rows.start, columns.stop - columns.start)
+        first, last = columns.start // NVFP4_GROUP, -(-columns.stop // NVFP4_GROUP)
+        groups = self._scales[rows, first:last]
+        if columns.start % NVFP4_GROUP or 0 in shape or groups.dtype != torch.float8_e4m3fn:
+            return None
+        half = NVFP4_GROUP // 2
+        pairs = self._codes[rows, first * half : -(-columns.stop // 2)]
+        spare = last % 2 != first % 2  # groups come in twos
+        missing = (last - first + spare) * half - pairs.shape[1]
+        pairs = F.pad(pairs, (0, missing)).unflatten(1, (-1, 2, half))
+        codes = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(3)  # [rows, twos, 2, group]
+        packed = (codes[:, :, 0] | (codes[:, :, 1] << 4)).flatten(1).contiguous()
+        stored = F.pad(groups.view(torch.uint8), (0, int(spare)))
+        scales = self._combined(e4m3_to_float32(torch.arange(256, dtype=torch.uint8)))
+        return QuantizedMatrix("nvfp4", shape, dtype, packed, scales, stored.contiguous())
+
+    def _combined(self, scales: torch.Tensor) -> torch.Tensor:
+        """Scales of blocks with the global one."""
+        if self._global_scale is None:
+            return scales
+        return scales / self._global_scale if self.format.divides else scales * self._global_scale
+
     def _tile(self, rows: slice, columns: slice, pairs: torch.Tensor | None) -> torch.Tensor:
         """[rows, columns] float32."""
         if pairs is None:
@@ -97,8 +148,7 @@ class BlockScaledTensor:
         below, right = -(-rows.stop // self._height), -(-columns.stop // self._width)
         scales = self._scales[above:below, left:right]
         scales = e4m3_to_float32(scales) if scales.dtype == torch.float8_e4m3fn else scales.float()
-        if self._global_scale is not None:
-            scales = scales / self._global_scale if self.format.divides else scales * self._global_scale
+        scales = self._combined(scales)
         if right - left > 1:
             skip = columns.start - left * self._width
             scales = scales.repeat_interleave(self._width, dim=1)[:, skip : skip + values.shape[1]]

@@ -1,0 +1,63 @@
+"""The weight of a layer in bands of rows, each a part of one checkpoint tensor, floats or quantised."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import nn
+
+from prefold.kernels.quantized import QuantizedMatrix
+
+Band = torch.Tensor | QuantizedMatrix
+"""Rows of a weight [rows, columns]."""
+
+
+class Bands:
+    """The rows of a parameter [..., columns], all dims but the last one flattened.
+
+    They are one tensor until the parameter is released; from then on each band has memory of its own, in
+    whatever form it was put here.
+
+    Args:
+        heights: rows of each band.
+    """
+
+    def __init__(self, parameter: nn.Parameter, heights: Sequence[int]) -> None:
+        self._parameter = parameter
+        self._starts = [0, *accumulate(heights)]
+        assert self._starts[-1] * parameter.shape[-1] == parameter.numel()
+        self._released: list[Band] | None = None
+
+    @property
+    def is_released(self) -> bool:
+        return self._released is not None
+
+    def release(self) -> None:
+        """Give the parameter's memory back, whatever it holds."""
+        if self._released is None:
+            parameter = self._parameter
+            parameter.data = parameter.new_empty((0, parameter.shape[-1]))
+            nothing: list[Band] = [parameter.data]
+            self._released = nothing * (len(self._starts) - 1)
+
+    def put(self, index: int, band: Band) -> None:
+        """Band `index`, after `release`."""
+        assert self._released is not None
+        assert band.shape[0] == self._starts[index + 1] - self._starts[index], (band.shape, index)
+        self._released[index] = band
+
+    def take(self, first: int = 0, count: int | None = None) -> tuple[Band, ...]:
+        """`count` bands from `first` on (default: to the last): one tensor as long as nothing is released."""
+        end = len(self._starts) - 1 if count is None else first + count
+        if self._released is not None:
+            return tuple(self._released[first:end])
+        rows = self._parameter.flatten(0, -2)
+        return (rows[self._starts[first] : self._starts[end]],)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of what was put here."""
+        bands = self._released or ()
+        return sum(b.num_bytes if isinstance(b, QuantizedMatrix) else b.nbytes for b in bands)
