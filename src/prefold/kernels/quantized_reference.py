@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import torch
 
-if TYPE_CHECKING:
-    from prefold.kernels.quantized import QuantizedMatrix
-
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
-def values(matrix: QuantizedMatrix, rows: slice) -> torch.Tensor:
+class Matrix(Protocol):
+    """What is needed of a `quantized.QuantizedMatrix`."""
+
+    kind: str
+    shape: tuple[int, int]
+    codes: torch.Tensor
+    scales: torch.Tensor | None
+    groups: torch.Tensor | None
+    block: tuple[int, int]
+    skip: tuple[int, int]
+
+
+def values(matrix: Matrix, rows: slice) -> torch.Tensor:
     """Values of `rows` [rows, columns] in float32."""
     by_kind = {"fp8": _fp8, "nvfp4": _nvfp4}
     return by_kind.get(matrix.kind, _gguf)(matrix, rows)
 
 
-def _fp8(matrix: QuantizedMatrix, rows: slice) -> torch.Tensor:
+def _fp8(matrix: Matrix, rows: slice) -> torch.Tensor:
     assert matrix.scales is not None
     codes = matrix.codes[rows].view(torch.float8_e4m3fn).float()
     (height, width), (above, left) = matrix.block, matrix.skip
@@ -28,7 +37,7 @@ def _fp8(matrix: QuantizedMatrix, rows: slice) -> torch.Tensor:
     return codes.mul_(matrix.scales[row_blocks[:, None], column_blocks])
 
 
-def _nvfp4(matrix: QuantizedMatrix, rows: slice) -> torch.Tensor:
+def _nvfp4(matrix: Matrix, rows: slice) -> torch.Tensor:
     assert matrix.scales is not None
     assert matrix.groups is not None
     codes = matrix.codes[rows].unflatten(1, (-1, 1, 16))
@@ -37,7 +46,7 @@ def _nvfp4(matrix: QuantizedMatrix, rows: slice) -> torch.Tensor:
     return (torch.tensor(E2M1)[codes.long()] * scales).flatten(1)[:, : matrix.shape[1]].contiguous()
 
 
-def _gguf(matrix: QuantizedMatrix, rows: slice) -> torch.Tensor:
+def _gguf(matrix: Matrix, rows: slice) -> torch.Tensor:
     from gguf import GGMLQuantizationType, quants
 
     found = quants.dequantize(matrix.codes[rows].numpy(), GGMLQuantizationType[matrix.kind.upper()])
