@@ -9,8 +9,10 @@ clock, which its processes share.
 from __future__ import annotations
 
 import os
+import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -84,6 +86,13 @@ class TraceWriter:
             for span in spans
         )
 
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """What happens inside, written when it is over."""
+        started = time.perf_counter()
+        yield
+        self.write([Span(name, started, time.perf_counter())])
+
     def _append(self, events: Iterable[_Event]) -> None:
         self._write(b"".join(self._encoder.encode(event) + b",\n" for event in events))
 
@@ -104,6 +113,12 @@ def parts_of(trace: str) -> list[Path]:
     """The parts that are there, by name."""
     path = Path(trace)
     return sorted(p for p in path.parent.glob(f"*{PART}") if p.name.startswith(f"{path.name}."))
+
+
+def remove_parts(trace: str) -> None:
+    """Of an earlier run, before a new one begins."""
+    for part in parts_of(trace):
+        part.unlink()
 
 
 def checked_trace_path(trace: str) -> str:

@@ -10,7 +10,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import msgspec
@@ -25,6 +25,7 @@ from prefold.engine.request_checks import check_request
 from prefold.engine.scheduler import Scheduler
 from prefold.request import Request, RequestStatus, SamplingParams
 from prefold.step import ModelRunnerOutput, StepStats
+from prefold.tracing import TraceWriter, merge
 
 logger = logging.getLogger("prefold")
 
@@ -97,6 +98,9 @@ class EngineCore:
         self._lane_of = {replica: lane for lane in self._lanes for replica in lane.replicas}
         log_layout(config)
         self.executor = make_executor(config, wakeup) if executor is None else executor
+        self._trace: TraceWriter | None = None
+        if config.runtime.trace:
+            self._trace = TraceWriter(config.runtime.trace, config.parallel.world_size, "engine", "engine")
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -153,7 +157,7 @@ class EngineCore:
     def schedule(self) -> list[ScheduledSample]:
         """The first half of `step`: hand out steps. Returns the samples that are new on the ranks."""
         scheduled: list[ScheduledSample] = []
-        with self.failure_is_fatal():
+        with self.failure_is_fatal(), self._traced("schedule"):
             for lane in self._lanes:
                 while parts := lane.schedule():
                     for part in parts:
@@ -165,14 +169,20 @@ class EngineCore:
         """The second half: wait until a step is done, or the executor was woken. Returns what is new."""
         with self.failure_is_fatal():
             while any(lane.num_steps_in_flight for lane in self._lanes):
-                received = self.executor.receive()
+                with self._traced("wait for ranks"):
+                    received = self.executor.receive()
                 if received is None:
                     break
                 replica, output = received
                 done = self._lane_of[replica].complete(replica, output)
                 if done:
-                    return [sample for part, output in done for sample in self._process(part, output)]
+                    with self._traced("update"):
+                        return [sample for part, output in done for sample in self._process(part, output)]
         return []
+
+    def _traced(self, name: str) -> AbstractContextManager[None]:
+        """What happens inside is a span of the trace, if there is one."""
+        return nullcontext() if self._trace is None else self._trace.span(name)
 
     def _note_scheduled(self, part: ReplicaStep, scheduled: list[ScheduledSample]) -> None:
         step, requests = part.step, part.scheduler.requests
@@ -271,11 +281,15 @@ class EngineCore:
             lane.abandon()
         for scheduler in self.schedulers:
             scheduler.fail_requests(message)
-        self.executor.shutdown()
+        self.shutdown()
 
     def shutdown(self) -> None:
         """End the ranks. The engine is of no use afterwards."""
         self.executor.shutdown()
+        if self._trace is not None:
+            self._trace.close()
+            self._trace = None
+            merge(self.config.runtime.trace)
 
 
 def log_layout(config: EngineConfig) -> None:

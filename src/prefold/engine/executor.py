@@ -25,6 +25,7 @@ from prefold.engine.launch import LocalRanks
 from prefold.engine.meeting import Meeting, free_port
 from prefold.engine.ranks import Rank, RankFailure, Ranks
 from prefold.step import ModelRunnerOutput, SchedulerOutput
+from prefold.tracing import remove_parts
 
 if TYPE_CHECKING:
     from prefold.worker.worker import Worker
@@ -86,6 +87,8 @@ def make_executor(config: EngineConfig, wakeup: int | None = None) -> Executor:
         wakeup: a file descriptor; while it can be read, nobody waits for anything here (but for a step that
             runs in this process).
     """
+    if config.runtime.trace:
+        remove_parts(config.runtime.trace)
     if config.parallel.world_size == 1:
         return InProcessExecutor(config, wakeup)
     return MultiProcessExecutor(config, wakeup)
