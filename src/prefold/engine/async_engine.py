@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from enum import Enum
 from typing import Any, NoReturn
@@ -21,14 +21,12 @@ from prefold.control import decode, encode
 from prefold.engine import core_messages as kinds
 from prefold.engine.args import EngineArgs
 from prefold.engine.async_tokenizer import AsyncTokenizer, load_if_any
-from prefold.engine.core_client import CoreClient
+from prefold.engine.core_client import CoreClient, CoreFailed
 from prefold.engine.core_messages import (
     CheckReport,
     CoreFailure,
     CoreOutputs,
-    CoreReady,
     CoreRequest,
-    LogLine,
     Refusal,
 )
 from prefold.engine.errors import EngineDeadError, EngineRestartingError, QueueFullError
@@ -90,25 +88,11 @@ class AsyncLLM:
         self._streams = Streams(config.scheduler.max_num_seqs * config.parallel.data_parallel_size)
         self._aborting: Counter[str] = Counter()
         """Samples that the engine has been told to drop, until it says that it has."""
-        self._ready: asyncio.Future[None] | None = None
-        self._pings: dict[bytes, asyncio.Future[None]] = {}
         self._checks: deque[asyncio.Future[CheckReport]] = deque()
-        self._num_pings = 0
         self._failed_at: list[float] = []
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._restart: asyncio.Task[None] | None = None
         self._ended = asyncio.Event()
         self._draining = False
-        self._handlers: dict[bytes, Callable[[bytes], None]] = {
-            kinds.READY: self._on_ready,
-            kinds.OUTPUTS: self._on_outputs,
-            kinds.REFUSED: self._on_refused,
-            kinds.ABORTED: self._on_aborted,
-            kinds.PONG: self._on_pong,
-            kinds.CHECKED: self._on_checked,
-            kinds.SNAPSHOT: self._on_snapshot,
-            kinds.LOG: self._on_log,
-            kinds.FAILED: self._on_failed,
-        }
         self._tokenizer = AsyncTokenizer(tokenizer)
         self._loop = asyncio.get_running_loop()
 
@@ -141,37 +125,35 @@ class AsyncLLM:
         config = await asyncio.to_thread(args.resolve)
         engine = cls(config, None, max_waiting, restart_workers)
         try:
-            engine._launch()
             # The tokenizer and the ranks load at the same time.
-            tokenizer = await asyncio.to_thread(load_if_any, args.model)
+            tokenizer, _ = await asyncio.gather(asyncio.to_thread(load_if_any, args.model), engine._launch())
             engine._tokenizer.tokenizer, engine._outputs = tokenizer, OutputProcessor(tokenizer)
-            assert engine._ready is not None
-            await engine._ready
-        except BaseException:
+        except BaseException as error:
             await engine.shutdown()
+            if isinstance(error, CoreFailed):
+                kind = ValueError if error.failure.user_error else EngineDeadError
+                raise kind(str(error)) from None
             raise
         return engine
 
-    def _launch(self) -> None:
-        """Start an engine process. `_ready` tells what becomes of it."""
-        self._ready = self._loop.create_future()
-        self._client = CoreClient(self.config)
-        self._loop.add_reader(self._client.channel, self._read)
-        self._write()
+    async def _launch(self) -> None:
+        """Start an engine process and wait until it is ready. CoreFailed, OSError: it does not start."""
+        self._client = client = CoreClient(self.config, self._on_message, self._on_lost)
+        self.rank_pids = (await client.ready).rank_pids
+        if client.alive:  # else `_on_lost` was called, or will be
+            self.status, self.failure = EngineStatus.READY, None
 
     async def shutdown(self) -> None:
         """End the engine process and its ranks; unfinished requests fail. May be called again."""
         if self.status is not EngineStatus.DEAD:
             self.status, self.failure = EngineStatus.STOPPED, "the engine was shut down"
         self._fail_requests(self.failure or "")
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        client = self._detach()
+        if self._restart is not None:
+            self._restart.cancel()
+            await asyncio.gather(self._restart, return_exceptions=True)
         self._tokenizer.shutdown()
-        if client is not None:
-            # Not to be left half-way: a second Ctrl-C must not leave a process behind.
-            await asyncio.shield(asyncio.to_thread(client.end))
+        if self._client is not None:
+            await self._client.end()
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests and wait for those that run; end with "abort" what is left after the time."""
@@ -256,7 +238,7 @@ class AsyncLLM:
         arrival_time: float,
     ) -> Stream:
         """Send a request to the engine."""
-        if self.status is not EngineStatus.READY or self._client is None:
+        if self.status is not EngineStatus.READY or self._client is None or not self._client.alive:
             self._raise_not_ready()
         if self._draining:
             raise EngineDeadError("the server is shutting down")
@@ -271,7 +253,7 @@ class AsyncLLM:
         stream = Stream(request_id, self._outputs.requests[sample_ids[0]], len(sample_ids))
         self._streams.add(stream)
         request = CoreRequest(request_id, sample_ids, prompt_token_ids, params, arrival_time)
-        self._send(kinds.ADD, encode(request))
+        self._client.send(kinds.ADD, encode(request))
         return stream
 
     def _raise_not_ready(self) -> NoReturn:
@@ -279,12 +261,15 @@ class AsyncLLM:
             raise EngineDeadError(self.failure or "the engine is dead")
         if self.status is EngineStatus.STARTING:
             raise EngineRestartingError("the engine is starting")
+        if self.status is EngineStatus.READY:  # and its process is not: what became of it will be known soon
+            kind = EngineRestartingError if self._restart_workers else EngineDeadError
+            raise kind("the engine process has failed or is gone")
         raise EngineRestartingError(f"the engine is being restarted: {self.failure}")
 
     def _abort(self, sample_ids: set[str]) -> None:
-        if sample_ids and self._client is not None:
+        if sample_ids and self._client is not None and self._client.alive:
             self._aborting.update(sample_ids)
-            self._send(kinds.ABORT, encode(list(sample_ids)))
+            self._client.send(kinds.ABORT, encode(list(sample_ids)))
 
     # ---------------------------------------------------------------- the tokenizer, off the event loop
 
@@ -308,25 +293,21 @@ class AsyncLLM:
         """
         if self.status is not EngineStatus.READY or self._client is None:
             self._raise_not_ready()
-        self._num_pings += 1
-        number = self._num_pings.to_bytes(8, "big")
-        self._pings[number] = answer = self._loop.create_future()
-        self._send(kinds.PING, number)
         try:
-            await asyncio.wait_for(answer, timeout_s)
+            await self._client.ping(timeout_s)
         except TimeoutError:
             raise EngineDeadError(f"the engine process has not answered for {timeout_s:g} s") from None
-        finally:
-            self._pings.pop(number, None)
+        except ConnectionError:
+            raise EngineDeadError("the engine process has failed or is gone") from None
 
     async def check_integrity(self) -> int:
         """For tests: AssertionError unless the engine's books agree; returns how many blocks are in use.
         Answered between two steps."""
-        if self._client is None:
+        if self._client is None or not self._client.alive:
             self._raise_not_ready()
         answer = self._loop.create_future()
         self._checks.append(answer)
-        self._send(kinds.CHECK)
+        self._client.send(kinds.CHECK)
         report: CheckReport = await answer
         if report.error:
             raise AssertionError(report.error)
@@ -334,63 +315,23 @@ class AsyncLLM:
 
     # ---------------------------------------------------------------- messages
 
-    def _send(self, kind: bytes, body: bytes = b"") -> None:
-        assert self._client is not None
-        self._client.send(kind, body)
-        self._write()
+    def _on_message(self, kind: bytes, body: bytes) -> None:
+        if kind == kinds.OUTPUTS:
+            self._on_outputs(decode(body, CoreOutputs))
+        elif kind == kinds.REFUSED:
+            self._on_refused(decode(body, Refusal))
+        elif kind == kinds.ABORTED:
+            self._aborting -= Counter(decode(body, list))
+        elif kind == kinds.SNAPSHOT:
+            self.snapshot = decode(body, EngineSnapshot)
+            self.recent_steps.extend(self.snapshot.steps)
+        else:
+            assert kind == kinds.CHECKED, kind
+            answer = self._checks.popleft()
+            if not answer.done():
+                answer.set_result(decode(body, CheckReport))
 
-    def _write(self) -> None:
-        """Go on writing when the socket takes more."""
-        client = self._client
-        if client is not None and client.channel.has_unsent:
-            self._loop.add_writer(client.channel, self._flush)
-
-    def _flush(self) -> None:
-        assert self._client is not None
-        channel = self._client.channel
-        try:
-            done = channel.flush()
-        except OSError:
-            done = True  # `_read` sees that it is gone
-        if done:
-            self._loop.remove_writer(channel)
-
-    def _read(self) -> None:
-        client = self._client
-        assert client is not None
-        try:
-            messages = client.channel.receive()
-        except EOFError:
-            self._detach()
-            self._run(self._lose(client, None))
-            return
-        for kind, body in messages:
-            self._handlers[kind](body)
-            if self._client is not client:
-                return
-
-    def _detach(self) -> CoreClient | None:
-        """From here on there is no engine process; the old one is the caller's."""
-        client, self._client = self._client, None
-        if client is not None:
-            self._loop.remove_reader(client.channel)
-            self._loop.remove_writer(client.channel)
-        self._aborting.clear()
-        return client
-
-    def _run(self, coroutine: Any) -> None:
-        task = self._loop.create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    def _on_ready(self, body: bytes) -> None:
-        self.rank_pids = decode(body, CoreReady).rank_pids
-        self.status, self.failure = EngineStatus.READY, None
-        assert self._ready is not None
-        self._ready.set_result(None)
-
-    def _on_outputs(self, body: bytes) -> None:
-        outputs: CoreOutputs = decode(body, CoreOutputs)
+    def _on_outputs(self, outputs: CoreOutputs) -> None:
         if self._aborting:
             outputs.samples = [s for s in outputs.samples if s.sample_id not in self._aborting]
             outputs.scheduled = [s for s in outputs.scheduled if s.sample_id not in self._aborting]
@@ -412,40 +353,12 @@ class AsyncLLM:
                 self._streams.remove(stream)
                 self._failed_at.clear()
 
-    def _on_refused(self, body: bytes) -> None:
-        refusal: Refusal = decode(body, Refusal)
+    def _on_refused(self, refusal: Refusal) -> None:
         stream = self._streams.get(refusal.request_id)
-        if stream is not None:
+        if stream is not None and not self._aborting.keys() & stream.request.samples.keys():
             self._outputs.abort(refusal.request_id)
             self._streams.remove(stream)
             stream.fail(ValueError(refusal.message))
-
-    def _on_aborted(self, body: bytes) -> None:
-        self._aborting.subtract(decode(body, list))
-        self._aborting += Counter()  # drops what has reached 0
-
-    def _on_pong(self, body: bytes) -> None:
-        answer = self._pings.get(body)
-        if answer is not None and not answer.done():
-            answer.set_result(None)
-
-    def _on_checked(self, body: bytes) -> None:
-        answer = self._checks.popleft()
-        if not answer.done():
-            answer.set_result(decode(body, CheckReport))
-
-    def _on_snapshot(self, body: bytes) -> None:
-        self.snapshot = decode(body, EngineSnapshot)
-        self.recent_steps.extend(self.snapshot.steps)
-
-    def _on_log(self, body: bytes) -> None:
-        line: LogLine = decode(body, LogLine)
-        logger.log(line.level, "%s", line.text)
-
-    def _on_failed(self, body: bytes) -> None:
-        client = self._detach()
-        assert client is not None
-        self._run(self._lose(client, decode(body, CoreFailure)))
 
     # ---------------------------------------------------------------- failure and restart
 
@@ -454,41 +367,44 @@ class AsyncLLM:
         for stream in self._streams.all():
             self._streams.remove(stream)
             stream.fail(EngineDeadError(reason))
-        for answer in (*self._pings.values(), *self._checks):
+        for answer in self._checks:
             if not answer.done():
                 answer.set_exception(EngineDeadError(reason))
         self._checks.clear()
+        self._aborting.clear()
 
-    async def _lose(self, client: CoreClient, failure: CoreFailure | None) -> None:
-        """An engine process has failed or is gone: end all requests, then begin anew if that is wanted."""
-        try:
-            if failure is None:
-                failure = CoreFailure(await asyncio.to_thread(client.describe_end))
-            if self.status in (EngineStatus.DEAD, EngineStatus.STOPPED):
-                return
-            self.failure = failure.message
-            starting = self._ready is not None and not self._ready.done()
-            first = self.status is EngineStatus.STARTING
-            self.status = EngineStatus.RESTARTING if self._may_restart() and not first else EngineStatus.DEAD
-            self._fail_requests(failure.message)
-            if starting:
-                assert self._ready is not None
-                error = ValueError if failure.user_error else EngineDeadError
-                self._ready.set_exception(error(failure.message))
-                self._ready.exception()  # a restart does not wait for it
-        finally:
-            await asyncio.shield(asyncio.to_thread(client.kill))
-        if self.status is EngineStatus.RESTARTING:
-            delay = BACK_OFF_S * 2 ** (len(self._failed_at) - 1)
-            logger.warning("%s; a new engine starts in %g s", self.failure, delay)
-            await asyncio.sleep(delay)
-            self._launch()
+    def _on_lost(self, failure: CoreFailure) -> None:
+        """The engine process has failed or is gone: end all requests, and begin anew if that is wanted."""
+        self.failure = failure.message
+        self.status = EngineStatus.RESTARTING if self._restart_workers else EngineStatus.DEAD
+        self._fail_requests(failure.message)
+        if self._restart_workers:
+            self._restart = self._loop.create_task(self._begin_anew())
         else:
             self._ended.set()
+
+    async def _begin_anew(self) -> None:
+        """Start engine processes until one is ready, or too many have failed."""
+        assert self._client is not None
+        while self._may_restart():
+            delay = BACK_OFF_S * 2 ** (len(self._failed_at) - 1)
+            logger.warning("%s; a new engine starts in %g s", self.failure, delay)
+            await self._client.end()  # two at a time may be more than the memory holds
+            await asyncio.sleep(delay)
+            try:
+                await self._launch()
+                return
+            except CoreFailed as error:
+                self.failure = error.failure.message
+            except OSError as error:
+                self.failure = f"the engine is dead: its process cannot be started: {error}"
+        self.status = EngineStatus.DEAD
+        self.failure = f"{self.failure} ({MAX_FAILURES} failures within {FAILURE_WINDOW_S:g} s)"
+        self._ended.set()
 
     def _may_restart(self) -> bool:
         """Count a failure; False if there were too many."""
         now = time.monotonic()
         self._failed_at = [at for at in self._failed_at if now - at < FAILURE_WINDOW_S]
         self._failed_at.append(now)
-        return self._restart_workers and len(self._failed_at) < MAX_FAILURES
+        return len(self._failed_at) < MAX_FAILURES

@@ -106,7 +106,9 @@ class LocalRanks:
         assert self._control is not None
         if not select.select([self._control], [], [], max(0.0, timeout_s))[0]:
             return False
-        answer = self._control.recv(MAX_ANSWER)
+        answer = b""
+        with contextlib.suppress(ConnectionResetError):  # it has ended without reading what it was told
+            answer = self._control.recv(MAX_ANSWER)
         if not answer:
             # The server is gone, and its ranks with it.
             code = self._server.wait()
