@@ -68,7 +68,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     # Users' side and control plane.
     "__init__": {"engine", "request"},
     "__main__": {"cli"},
-    "cli": {"engine", "benchmark", "convert", "tokenizer", "flops"} | FOUNDATION | RANK_ARITHMETIC,
+    "cli": {"server", "engine", "benchmark", "convert", "tokenizer", "flops"} | FOUNDATION | RANK_ARITHMETIC,
+    "server": {"engine"} | FOUNDATION,
     "benchmark": {"engine", "flops"} | FOUNDATION,
     "engine": {"tokenizer", "checkpoint_files"} | FOUNDATION | RANK_ARITHMETIC,
     "engine.executor": {"worker"} | FOUNDATION | RANK_ARITHMETIC,
@@ -110,7 +111,7 @@ MAY_IMPORT_ANYTHING = {"testing"}
 
 NO_TORCH = (
     {"checkpoint_files", "gguf_file", "quantization.formats", "quantization.scheme", "quantization.catalog"}
-    | {"flops", "traffic", "tokenizer", "engine", "cli"}
+    | {"flops", "traffic", "tokenizer", "engine", "server", "cli"}
     | FOUNDATION
     | RANK_ARITHMETIC
 )
@@ -341,6 +342,7 @@ IMMUTABLE_CALLS = {
     "_LIBRARY.prefold_instruction_set",
     "library.declare",
     "library.structure",
+    "BeforeValidator",
 }
 CACHES = {"cache", "lru_cache", "functools.cache", "functools.lru_cache"}
 MUTATORS = {

@@ -24,6 +24,7 @@ from prefold.cli.demo import DemoArgs
 from prefold.cli.generate import GenerateArgs
 from prefold.cli.layouts import LayoutsArgs
 from prefold.cli.options import TYRO_CONFIG
+from prefold.cli.serve import ServeArgs
 
 DESCRIPTION = """Prefold serves long-context language models: one long prompt is prefilled by
 several ranks at once, so that the first token comes sooner.
@@ -37,6 +38,7 @@ TEXT_OPTIONS = ("--prompt", "--stop", "--compare")
 
 Command = (
     Annotated[GenerateArgs, subcommand("generate")]
+    | Annotated[ServeArgs, subcommand("serve")]
     | Annotated[BenchArgs, subcommand("bench")]
     | Annotated[LayoutsArgs, subcommand("layouts")]
     | Annotated[DemoArgs, subcommand("demo")]

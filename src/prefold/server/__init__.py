@@ -1,0 +1,1 @@
+"""OpenAI's API over an `AsyncLLM`, on FastAPI and uvicorn. Imports no torch."""

@@ -1,0 +1,218 @@
+"""From the first message to the exit code, over the fake engine: uvicorn and sockets are real."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import signal
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+
+from prefold.server.app import make_app
+from prefold.server.launch import ListenOptions, _bind, _run, _Server, _uvicorn_config, serve
+from prefold.server.settings import SamplingDefaults, ServerSettings, read_sampling_defaults
+
+pytestmark = pytest.mark.anyio
+
+BODY = {"prompt": "abc", "max_tokens": 2}
+
+
+class Running:
+    """A server that runs in this event loop."""
+
+    def __init__(self, start: Any, **settings: Any) -> None:
+        listen = ListenOptions(port=0)
+        app = make_app(None, ServerSettings(("fake",), **settings))
+        self.server = _Server(_uvicorn_config(app, listen))
+        bound = _bind(listen.host, listen.port)
+        self.port = bound.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.exit_code = asyncio.create_task(_run(start, self.server, bound, app.state.server, self.url))
+
+    def signal(self) -> None:
+        self.server.handle_exit(signal.SIGTERM, None)
+
+
+@asynccontextmanager
+async def running(start: Any, **settings: Any) -> AsyncIterator[tuple[Running, httpx.AsyncClient]]:
+    server = Running(start, **settings)
+    try:
+        async with httpx.AsyncClient(base_url=server.url) as client:
+            async with asyncio.timeout(5):
+                while not server.server.started:
+                    await asyncio.sleep(0.005)
+            yield server, client
+    finally:
+        server.signal()
+        server.signal()
+        await asyncio.wait([server.exit_code])
+
+
+async def ready(client: httpx.AsyncClient) -> None:
+    async with asyncio.timeout(5):
+        while (await client.get("/ready")).status_code != 200:
+            await asyncio.sleep(0.005)
+
+
+async def started(engine: Any) -> Any:
+    return engine
+
+
+async def test_it_answers_while_the_model_loads(engine: Any, capsys: pytest.CaptureFixture[str]):
+    loaded = asyncio.Event()
+
+    async def start() -> Any:
+        await loaded.wait()
+        return engine
+
+    engine.config.parallel = None  # the message is another test's
+    async with running(start()) as (server, client):
+        for path in ("/health", "/ready"):
+            response = await client.get(path)
+            assert (response.status_code, "loading" in response.text) == (503, True)
+        server.signal()
+        assert await server.exit_code == 0
+    assert f"Listening on {server.url}" in capsys.readouterr().out
+
+
+async def test_a_model_that_cannot_be_loaded(engine: Any):
+    async def start() -> Any:
+        await asyncio.sleep(0.02)
+        raise ValueError("max_model_len=5 is too little")
+
+    async with running(start()) as (server, client):
+        with pytest.raises(ValueError, match="max_model_len=5"):
+            await asyncio.wait_for(server.exit_code, 5)
+        with pytest.raises(httpx.ConnectError):
+            await client.get("/health")
+
+
+async def test_running_requests_end_and_new_ones_are_refused(serving_engine: Any):
+    engine = serving_engine
+    async with running(started(engine)) as (server, client):
+        await ready(client)
+        engine.gate.clear()
+        whole = asyncio.create_task(client.post("/v1/completions", json=BODY))
+        streamed = asyncio.create_task(client.post("/v1/completions", json={**BODY, "stream": True}))
+        while len(engine.running) < 2:
+            await asyncio.sleep(0.005)
+        server.signal()
+        await asyncio.sleep(0.02)
+        async with httpx.AsyncClient(base_url=server.url) as other:
+            response = await other.post("/v1/completions", json=BODY)
+            assert (response.status_code, "shutting down" in response.text) == (503, True)
+            assert (await other.get("/ready")).status_code == 503
+            assert (await other.get("/health")).status_code == 200
+        assert not server.exit_code.done()
+        engine.gate.set()
+        assert (await whole).json()["choices"][0]["text"] == "ab"
+        assert (await streamed).text.endswith("data: [DONE]\n\n")
+        assert await asyncio.wait_for(server.exit_code, 5) == 0
+    assert engine.is_shut_down
+    assert not engine.aborted
+
+
+@pytest.mark.parametrize("hurry", [False, True])
+async def test_what_does_not_end_in_time_is_ended(serving_engine: Any, hurry: bool):
+    engine = serving_engine
+    async with running(started(engine), drain_timeout_s=60 if hurry else 0.05) as (server, client):
+        await ready(client)
+        engine.gate.clear()
+        request = asyncio.create_task(client.post("/v1/completions", json=BODY))
+        while not engine.running:
+            await asyncio.sleep(0.005)
+        server.signal()
+        if hurry:
+            await asyncio.sleep(0.02)
+            server.signal()
+            with pytest.raises(httpx.HTTPError):
+                (await asyncio.wait_for(request, 10)).raise_for_status()
+        else:
+            assert (await asyncio.wait_for(request, 5)).status_code == 503
+        assert await asyncio.wait_for(server.exit_code, 10) == 0
+    assert not engine.running
+
+
+async def test_a_dead_engine_ends_the_server(serving_engine: Any, caplog: pytest.LogCaptureFixture):
+    engine = serving_engine
+    async with running(started(engine)) as (server, client):
+        await ready(client)
+        engine.gate.clear()
+        body = {**BODY, "max_tokens": 9, "stream": True}
+        request = asyncio.create_task(client.post("/v1/completions", json=body))
+        while not engine.running:
+            await asyncio.sleep(0.005)
+        with caplog.at_level(logging.ERROR):
+            engine.failure = "rank 1 has died"
+            engine.dead.set()
+            engine.gate.set()
+            assert await asyncio.wait_for(server.exit_code, 5) == 1
+        assert "rank 1 has died" in (await request).text
+    assert "rank 1 has died" in caplog.text
+
+
+@pytest.fixture
+def serving_engine(engine: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr("prefold.server.launch._banner", lambda *_: "")
+    return engine
+
+
+def test_a_port_in_use_is_said_before_anything_is_loaded():
+    async def start() -> Any:
+        raise AssertionError("the model was loaded")
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(OSError, match=rf"cannot listen on 127\.0\.0\.1:{port}: Address already in use"):
+            serve(start(), ServerSettings(("fake",)), ListenOptions(port=port))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"ssl_keyfile": "key"}, "belong together"),
+        ({"ssl_certfile": "cert"}, "belong together"),
+        ({"ssl_ca_certs": "ca"}, "--ssl-ca-certs takes"),
+        ({"ssl_keyfile": "no-such", "ssl_certfile": "no-such"}, "No such file"),
+        ({"host": "no-such-host.invalid"}, "cannot listen on no-such-host.invalid:8000"),
+    ],
+)
+def test_where_it_cannot_listen(options: dict[str, Any], words: str):
+    async def start() -> Any:
+        raise AssertionError("the model was loaded")
+
+    with pytest.raises((ValueError, OSError), match=re.escape(words)):
+        serve(start(), ServerSettings(("fake",)), ListenOptions(**options))
+
+
+def test_sampling_defaults_of_a_checkpoint(tmp_path: Any):
+    assert read_sampling_defaults(tmp_path) == SamplingDefaults()
+    file = tmp_path / "generation_config.json"
+    file.write_text('{"temperature": 0.6, "top_k": 20, "top_p": null, "eos_token_id": 2, "do_sample": true}')
+    defaults = read_sampling_defaults(tmp_path)
+    assert defaults == SamplingDefaults(temperature=0.6, top_k=20)
+    assert defaults.describe() == "temperature=0.6, top_k=20"
+    for broken in ("[]", "{", '{"temperature": "hot"}'):
+        file.write_text(broken)
+        with pytest.raises(ValueError, match="--generation-config none"):
+            read_sampling_defaults(tmp_path)
+
+
+async def test_defaults_hold_where_a_request_says_nothing(make_client: Any, engine: Any):
+    defaults = SamplingDefaults(temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, repetition_penalty=1.1)
+    async with make_client(defaults=defaults) as client:
+        await client.post("/v1/completions", json=BODY)
+        chosen = {"temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1}
+        await client.post("/v1/completions", json={**BODY, **chosen})
+    of_checkpoint, of_request = engine.params
+    fields = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    assert [getattr(of_checkpoint, name) for name in fields] == [0.5, 3, 0.9, 0.1, 1.1]
+    assert [getattr(of_request, name) for name in fields] == [0, 0, 1, 0, 1]
