@@ -47,14 +47,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kv_spec": {"config"},
     "kv_ownership": set(),
     "hardware": set(),
-    "checkpoint_files": set(),
+    "checkpoint_files": {"gguf_file"},
     "gguf_file": set(),
-    "tokenizer": set(),
+    "gguf_tokenizer": {"gguf_file"},
+    "tokenizer": {"checkpoint_files", "gguf_file", "gguf_tokenizer"},
     "step": {"request"},
     "metrics": {"step"},
     "tracing": set(),
     "control": {"config"},
-    "hf_config": {"config", "checkpoint_files", "quantization.scheme"},
+    "hf_config": {"config", "checkpoint_files", "gguf_file", "quantization.scheme"},
     "quantization": {"checkpoint_files", "gguf_file", "kernels"},
     "quantization.formats": set(),
     "quantization.scheme": set(),
@@ -68,7 +69,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     # Users' side and control plane.
     "__init__": {"engine", "request"},
     "__main__": {"cli"},
-    "cli": {"server", "engine", "benchmark", "convert", "tokenizer", "flops"} | FOUNDATION | RANK_ARITHMETIC,
+    "cli": {"server", "engine", "benchmark", "convert", "checkpoint_files", "tokenizer", "flops"}
+    | FOUNDATION
+    | RANK_ARITHMETIC,
     "server": {"engine"} | FOUNDATION,
     "benchmark": {"engine", "flops"} | FOUNDATION,
     "engine": {"tokenizer", "checkpoint_files"} | FOUNDATION | RANK_ARITHMETIC,
@@ -101,7 +104,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     }
     | RANK_ARITHMETIC,
     # Beside the engine.
-    "convert": {"config", "hf_config", "checkpoint_files", "quantization"},
+    "convert": {"config", "hf_config", "checkpoint_files", "gguf_tokenizer", "quantization"},
     "kernels": set(),
 }
 """Package or module (the longest name that fits counts) -> what it may import besides itself."""
@@ -111,7 +114,7 @@ MAY_IMPORT_ANYTHING = {"testing"}
 
 NO_TORCH = (
     {"checkpoint_files", "gguf_file", "quantization.formats", "quantization.scheme", "quantization.catalog"}
-    | {"flops", "traffic", "tokenizer", "engine", "server", "cli"}
+    | {"flops", "traffic", "tokenizer", "gguf_tokenizer", "engine", "server", "cli"}
     | FOUNDATION
     | RANK_ARITHMETIC
 )

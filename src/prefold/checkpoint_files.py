@@ -1,4 +1,4 @@
-"""What a checkpoint folder holds, read from safetensors headers alone.
+"""Where a checkpoint is and what it holds, read from headers of safetensors or GGUF files alone.
 
 No torch and no tensor is read, so that the engine can refuse a damaged checkpoint before it starts
 a worker. A safetensors file is eight bytes (little-endian length of the header), a JSON header
@@ -11,27 +11,50 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from prefold.gguf_file import GGUFFile, part_paths
+
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where a tensor is: file, dtype as safetensors spells it ("BF16", "F32", ...), shape."""
+    """Where a tensor is: file, dtype as the file's format spells it ("BF16", "F32", "Q4_K", ...), shape."""
 
     file: Path
     dtype: str
     shape: tuple[int, ...]
 
 
-def check_checkpoint_files(folder: str | Path) -> dict[str, TensorEntry]:
-    """All tensors of a checkpoint by name.
+def find_checkpoint(model: str | Path) -> Path:
+    """What a user calls a model: a folder with a config.json, or a GGUF file, which may also be the only one
+    in a folder. Of a GGUF file in parts it is the first. ValueError if there is none, or several."""
+    path = Path(model).expanduser()
+    if path.is_file():
+        return part_paths(path)[0]
+    if (path / "config.json").is_file():
+        return path
+    files = sorted({part_paths(file)[0] for file in path.glob("*.gguf")})
+    if len(files) == 1:
+        return files[0]
+    if files:
+        names = ", ".join(file.name for file in files)
+        raise ValueError(f"{str(model)!r} holds {len(files)} GGUF files, name one of them: {names}")
+    raise ValueError(
+        f"{str(model)!r} is no checkpoint folder: {path / 'config.json'} does not exist, nor does a GGUF file"
+    )
+
+
+def check_checkpoint_files(checkpoint: str | Path) -> dict[str, TensorEntry]:
+    """All tensors of a checkpoint by name; of a GGUF file by its own names.
 
     Raises ValueError naming what is wrong: no safetensors at all, a shard that the index names and
     the folder lacks, a truncated or corrupt shard, a tensor that the index places in a shard that
-    does not hold it.
+    does not hold it, a GGUF tensor of a type that cannot be read.
     """
-    folder = Path(folder)
+    folder = Path(checkpoint)
+    if folder.is_file():
+        return _gguf_entries(folder)
     shards, weight_map = _shards(folder)
     absent = [shard.name for shard in shards if not shard.is_file()]
     if absent:
@@ -49,6 +72,16 @@ def check_checkpoint_files(folder: str | Path) -> dict[str, TensorEntry]:
         if name not in entries or entries[name].file.name != shard_name:
             raise ValueError(f"{INDEX_FILE} places {name!r} in {shard_name}, which does not hold it")
     return entries
+
+
+def _gguf_entries(path: Path) -> dict[str, TensorEntry]:
+    file = GGUFFile(path)
+    for tensor in file.tensors.values():
+        if tensor.problem:
+            raise ValueError(f"{path}: {tensor.problem}")
+    return {
+        tensor.name: TensorEntry(path, tensor.kind.name, tensor.shape) for tensor in file.tensors.values()
+    }
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:

@@ -1,6 +1,6 @@
 """Configuration: frozen, composed, resolved once in the engine and sent whole to every worker.
 
-`hf_config.load_model_config` makes a `ModelConfig` from a checkpoint folder; `EngineConfig.resolve`
+`hf_config.load_model_config` makes a `ModelConfig` from a checkpoint; `EngineConfig.resolve`
 fills what the user left open. After that nobody decides a setting a second time, and
 `EngineConfig.digest()` must be equal on all ranks.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
 
 import msgspec
 
@@ -379,11 +378,3 @@ class EngineConfig:
     def digest(self) -> str:
         """Hash that every rank must agree on."""
         return hashlib.sha256(msgspec.json.encode(asdict(self), order="sorted")).hexdigest()[:16]
-
-
-def checkpoint_folder(model: str) -> Path:
-    """The folder of a checkpoint; ValueError if `model` is none."""
-    folder = Path(model).expanduser()
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"{model!r} is no checkpoint folder: {folder / 'config.json'} does not exist")
-    return folder

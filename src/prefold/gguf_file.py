@@ -252,6 +252,9 @@ class _Part:
             return list(struct.unpack_from(f"<{count}{_SCALARS[element]}", self._bytes, position))
         values = []
         for _ in range(count):
-            values.append(self._value(element, position))
-            position = self._after(element, position)
+            if element == _STRING:
+                value, position = self._string(position)
+            else:
+                value, position = self._value(element, position), self._after(element, position)
+            values.append(value)
         return values

@@ -83,7 +83,7 @@ def _band(weight: Weight, tensor: OpenTensor) -> Band:
 def open_source(path: str | Path) -> WeightSource:
     """The weights of a checkpoint folder, or of a GGUF file. ValueError as of the class that reads it."""
     path = Path(path)
-    return GGUFTensors(path) if path.suffix == ".gguf" else SafetensorsSource(path)
+    return GGUFTensors(path) if path.is_file() else SafetensorsSource(path)
 
 
 class SafetensorsSource:
@@ -179,4 +179,4 @@ def _check(weights: dict[str, Weight], source: WeightSource, model: Loadable) ->
         if names
     ]
     if problems:
-        raise ValueError(f"{source.name} does not fit its config.json: {'; '.join(problems)}")
+        raise ValueError(f"{source.name} does not fit its config: {'; '.join(problems)}")

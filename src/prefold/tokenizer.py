@@ -9,6 +9,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+from prefold.checkpoint_files import find_checkpoint
+from prefold.gguf_file import GGUFFile
+from prefold.gguf_tokenizer import build_tokenizer, describes_tokenizer
+
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -28,25 +32,49 @@ MAX_INCOMPLETE_TOKENS = 3
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
-def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """The tokenizer of a checkpoint folder; reads local files only and runs no code from them.
+def has_tokenizer(model: str | Path) -> bool:
+    """Whether a checkpoint comes with a tokenizer. ValueError for a GGUF file that cannot be read."""
+    path = Path(model).expanduser()
+    file = _gguf_file(path)
+    return _has_files(path) if file is None else describes_tokenizer(file)
+
+
+def load_tokenizer(model: str | Path) -> Tokenizer:
+    """The tokenizer of a checkpoint folder or GGUF file; reads local files only and runs no code from them.
 
     Raises:
-        ValueError: there are no tokenizer files, or they cannot be read.
+        ValueError: there is no tokenizer, or it cannot be read.
     """
-    folder = Path(folder).expanduser()
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+    path = Path(model).expanduser()
+    file = _gguf_file(path)
+    if not (_has_files(path) if file is None else describes_tokenizer(file)):
+        lacks = f"none of {', '.join(TOKENIZER_FILES)}" if file is None else "no tokenizer.ggml.model"
         raise ValueError(
-            f"{str(folder)!r} holds no tokenizer (none of {', '.join(TOKENIZER_FILES)}): "
-            "give prompts as token ids, the output then has no text"
+            f"{str(path)!r} holds no tokenizer ({lacks}): give prompts as token ids, the output then has no "
+            "text"
         )
-    from transformers import AutoTokenizer
-
     try:
-        hf = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        if file is not None:
+            return Tokenizer(build_tokenizer(file))
+        from transformers import AutoTokenizer
+
+        return Tokenizer(
+            AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+        )
     except Exception as error:  # transformers raises whatever its readers raise
-        raise ValueError(f"the tokenizer files in {str(folder)!r} cannot be read: {error}") from error
-    return Tokenizer(hf)
+        what = "tokenizer files" if file is None else "tokenizer"
+        raise ValueError(f"the {what} in {str(path)!r} cannot be read: {error}") from error
+
+
+def _has_files(path: Path) -> bool:
+    return any((path / name).is_file() for name in TOKENIZER_FILES)
+
+
+def _gguf_file(path: Path) -> GGUFFile | None:
+    """The GGUF file that holds the tokenizer; None: tokenizer files do, or nothing."""
+    if _has_files(path) or not (path.is_file() or any(path.glob("*.gguf"))):
+        return None
+    return GGUFFile(find_checkpoint(path))
 
 
 class Tokenizer:

@@ -223,7 +223,7 @@ def test_rope_scaling(tmp_path, model):
         ({"metadata": [("llama.expert_count", 8)]}, "mixture of experts"),
         ({"metadata": [("llama.attention.sliding_window", 32)]}, "window 32"),
         ({"metadata": [("llama.rope.scaling.type", "yarn")]}, "'yarn'"),
-        ({"pre": "tekken"}, "'tekken' is unknown"),
+        ({"pre": "chatglm-bpe"}, "'chatglm-bpe' is unknown"),
         ({"tensors": [("blk.0.attn_q_norm.weight", np.ones(HEAD_DIM, np.float32))]}, "q_norm"),
     ],
 )

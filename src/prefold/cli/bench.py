@@ -36,7 +36,7 @@ class LatencyArgs:
     multiplication measured in the same run with as many processes and threads, and what a rank sends.
 
     Attributes:
-        model: Folder of a Hugging Face checkpoint with Multi-head Latent Attention.
+        model: Folder of a Hugging Face checkpoint, or a GGUF file.
         input_len: Tokens in a prompt (after the cached prefix).
         output_len: Tokens to generate, the first included.
         cached_prefix_len: Tokens that a prompt begins with and that are in the prefix cache when it arrives:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import arg
 
+from prefold.checkpoint_files import find_checkpoint
 from prefold.cli.options import number, text
 from prefold.cli.progress import make_progress
 from prefold.cli.run import run_requests
-from prefold.config import checkpoint_folder
 from prefold.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def run(args: DemoArgs) -> int:
     from prefold.cli.screen import make_console
 
     console = make_console()
-    model = checkpoint_folder(args.model) if args.model else _demo_model()
+    model = find_checkpoint(args.model) if args.model else _demo_model()
     prompt = _prompt(model, document, question)
     size = args.prefill_context_parallel_size
     name = str(model) if args.model else f"{DEMO_MODEL} ({model})"

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
+from prefold.checkpoint_files import find_checkpoint
 from prefold.cli.nodes import join_torchrun, run_as_node, runs_engine
 from prefold.cli.options import EngineOptions, Flag, SamplingOptions, text
 from prefold.cli.progress import make_progress
 from prefold.cli.run import RunResult, run_requests
-from prefold.config import checkpoint_folder
 from prefold.request import Logprob, RequestOutput
-from prefold.tokenizer import TOKENIZER_FILES
+from prefold.tokenizer import has_tokenizer
 
 if TYPE_CHECKING:
     from prefold.engine.llm import LLM
@@ -32,7 +32,7 @@ class GenerateArgs:
     with a dash after MODEL. The text goes to standard output, progress and messages to standard error.
 
     Attributes:
-        model: Folder of a Hugging Face checkpoint with Multi-head Latent Attention.
+        model: Folder of a Hugging Face checkpoint, or a GGUF file.
         source: A dash reads the prompt from standard input.
         prompt: The prompt itself.
         prompt_file: UTF-8 text file that holds the prompt. A dash is standard input.
@@ -56,7 +56,7 @@ class GenerateArgs:
 
 
 def run(args: GenerateArgs) -> int:
-    folder = checkpoint_folder(args.model)
+    find_checkpoint(args.model)  # first of all: a wrong path is the likeliest mistake
     params = args.sampling.to_params()
     prompt = _read_prompt(args)
     if args.stream and args.json:
@@ -71,8 +71,8 @@ def run(args: GenerateArgs) -> int:
     if not runs_engine(engine_options):
         return run_as_node({"model": args.model, **options})
     if not isinstance(prompt, str):
-        # Without tokenizer files the ids still work; the text is empty then.
-        options["skip_tokenizer_init"] = not any((folder / name).is_file() for name in TOKENIZER_FILES)
+        # Without a tokenizer the ids still work; the text is empty then.
+        options["skip_tokenizer_init"] = not has_tokenizer(args.model)
 
     from prefold.engine.llm import LLM  # with one rank this imports torch
 

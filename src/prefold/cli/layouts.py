@@ -31,10 +31,10 @@ class LayoutsArgs:
     """List the parallel layouts that a model can have on N ranks, and why others are impossible.
 
     One layout per mesh DP x PP x PCP x TP, the most sensible DCP and EP with it, those to try first on top.
-    Only config.json is read. docs/choosing_a_layout.md explains the axes.
+    Only config.json is read, or a GGUF file's metadata. docs/choosing_a_layout.md explains the axes.
 
     Attributes:
-        model: Folder of a Hugging Face checkpoint with Multi-head Latent Attention.
+        model: Folder of a Hugging Face checkpoint, or a GGUF file.
         world: Ranks.
         all: Every legal combination with DCP and EP.
         json: Print one JSON object, with every legal combination, instead of the table.

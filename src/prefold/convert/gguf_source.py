@@ -11,6 +11,7 @@ import torch
 
 from prefold.convert.hf_source import default_wavelengths
 from prefold.convert.source import LlamaSpec
+from prefold.gguf_tokenizer import build_tokenizer
 from prefold.quantization.gguf_tensors import GGUFTensors
 
 
@@ -97,51 +98,4 @@ class GGUFSource:
     def save_extras(self, folder: Path) -> None:
         ids = {key: value for key, value in self.spec.token_ids.items() if value is not None}
         (folder / "generation_config.json").write_text(json.dumps(ids, indent=2) + "\n")
-        build_tokenizer(
-            self.path, self._field("tokenizer.ggml.model"), self._field("tokenizer.ggml.pre", "default")
-        ).save_pretrained(folder)
-
-
-def build_tokenizer(path: Path, model: str | None, pre: str):
-    """The tokenizer of a GGUF file, split as its `pre` says.
-
-    transformers rebuilds vocabulary, merges and special tokens, but for byte-level BPE it always splits text
-    as GPT-2 does, so the splitting is set here. ValueError for a `pre` we do not know.
-    """
-    from tokenizers import pre_tokenizers
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
-    if model == "gpt2":
-        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-        splits = {
-            "default": byte_level,
-            "gpt-2": byte_level,
-            "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level]),
-            "llama-bpe": _pattern_split(r"\p{N}{1,3}"),
-            "qwen2": _pattern_split(r"\p{N}"),
-        }
-        if pre not in splits:
-            raise ValueError(
-                f"{path.name}: tokenizer.ggml.pre {pre!r} is unknown (known: {', '.join(splits)})"
-            )
-        tokenizer.backend_tokenizer.pre_tokenizer = splits[pre]
-    elif model != "llama":
-        raise ValueError(f"{path.name}: tokenizer.ggml.model {model!r} is unknown (known: gpt2, llama)")
-    return tokenizer
-
-
-def _pattern_split(digits: str):
-    """Pre-tokenizer of Llama 3 and Qwen 2, which differ only in how they cut numbers."""
-    from tokenizers import Regex, pre_tokenizers
-
-    pattern = (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|" + digits + r"| ?[^\s\p{L}\p{N}]+[\r\n]*"
-        r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-    )
-    return pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+        build_tokenizer(self._file).save_pretrained(folder)

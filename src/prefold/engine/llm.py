@@ -24,7 +24,7 @@ class LLM:
     """Generates from a checkpoint.
 
     Args:
-        model: folder of a Hugging Face checkpoint.
+        model: folder of a Hugging Face checkpoint, or a GGUF file.
         skip_tokenizer_init: work on token ids only.
         options: fields of `EngineArgs`, e.g. `tensor_parallel_size`, `prefill_context_parallel_size`,
             `dtype`, `max_model_len`, `max_num_batched_tokens`, `kv_cache_memory_bytes`.

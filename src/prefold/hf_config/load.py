@@ -1,12 +1,14 @@
-"""A checkpoint's config.json, whatever its architecture."""
+"""A checkpoint's config.json, whatever its architecture, or a GGUF file's metadata."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from prefold.checkpoint_files import check_checkpoint_files
-from prefold.config import DTYPES, ModelConfig, checkpoint_folder
+from prefold.checkpoint_files import check_checkpoint_files, find_checkpoint
+from prefold.config import DTYPES, ModelConfig
+from prefold.gguf_file import GGUFFile
 from prefold.hf_config import dsa, gqa, mla
+from prefold.hf_config.gguf import gguf_config
 from prefold.hf_config.reader import Reader, read_json
 from prefold.quantization.scheme import read_scheme
 
@@ -33,19 +35,22 @@ _ARCHITECTURE_OF_MODEL_TYPE = {
 }
 
 
-def load_model_config(folder: str | Path, dtype: str = "auto") -> ModelConfig:
-    """Read a checkpoint's config.json (and generation_config.json for the end-of-sequence tokens).
+def load_model_config(model: str | Path, dtype: str = "auto") -> ModelConfig:
+    """Read a checkpoint's config.json (and generation_config.json for the end-of-sequence tokens), or the
+    metadata of a GGUF file.
 
-    `dtype` is that of weights: "float32", "bfloat16" or "auto", the checkpoint's own.
+    `dtype` is that of weights: "float32", "bfloat16" or "auto", the checkpoint's own; of quantised GGUF files
+    that is bfloat16.
     Raises ValueError for what cannot be run as it is meant: an unknown architecture or
     quantisation, an activation, router or rope type that is not supported, float16 under "auto".
     """
-    path = checkpoint_folder(str(folder))
-    raw = read_json(path / "config.json")
+    path = find_checkpoint(model)
+    raw, where = _read(path)
     architecture = _architecture(raw, path)
-    read_scheme(path)  # refuses what cannot be loaded
+    if path.is_dir():
+        read_scheme(path)  # refuses what cannot be loaded
     family = mla if architecture in mla.DEFAULTS else gqa
-    get = Reader(raw, family.DEFAULTS[architecture], path / "config.json")
+    get = Reader(raw, family.DEFAULTS[architecture], where)
     if get("hidden_act") not in HIDDEN_ACTS:
         raise ValueError(
             f"hidden_act={get('hidden_act')!r} is not supported; supported: {', '.join(HIDDEN_ACTS)}"
@@ -66,6 +71,13 @@ def load_model_config(folder: str | Path, dtype: str = "auto") -> ModelConfig:
         eos_token_ids=_eos_token_ids(raw, path),
         **(mla.read_mla(get, architecture) if family is mla else gqa.read_gqa(get, architecture)),
     )
+
+
+def _read(path: Path) -> tuple[dict, Path]:
+    """config.json, or what it would say, and where that was found."""
+    if path.is_file():
+        return gguf_config(GGUFFile(path)), path
+    return read_json(path / "config.json"), path / "config.json"
 
 
 def _architecture(raw: dict, path: Path) -> str:
