@@ -8,9 +8,9 @@ from typing import Annotated, Literal
 
 from tyro.conf import Positional, UseAppendAction, arg
 
+from prefold.checkpoint_files import find_checkpoint
 from prefold.cli.nodes import join_torchrun, run_as_node, runs_engine
 from prefold.cli.options import EngineOptions, Flag, number, text
-from prefold.config import checkpoint_folder
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class ServeArgs:
     running requests finish. docs/serving.md lists endpoints, parameters and errors.
 
     Attributes:
-        model: Folder of a Hugging Face checkpoint.
+        model: Folder of a Hugging Face checkpoint, or a GGUF file.
         host: Address to listen on. 0.0.0.0 is every network of this machine.
         port: 0 takes any that is free; the address is printed.
         served_model_name: Name of the model in requests and responses; may be given several times.
@@ -69,7 +69,7 @@ class ServeArgs:
 
 
 def run(args: ServeArgs) -> int:
-    folder = checkpoint_folder(args.model)
+    folder = find_checkpoint(args.model)
     engine_options = join_torchrun(args.engine)
     options = engine_options.for_llm()
     if not runs_engine(engine_options):
