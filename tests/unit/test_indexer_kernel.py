@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from prefold.attention.backend import IndexQueries
+from prefold.attention.row_format import PlainFormat
 from prefold.attention.selection import KeySelector
 from prefold.attention.walk import Run, rows_of
 from prefold.kernels import indexer, library
@@ -125,11 +126,11 @@ def test_the_selector_selects_the_same_with_and_without_the_kernel(monkeypatch: 
     run = Run(20, 220, 1)
     index = IndexQueries(torch.randint(-2, 3, (201, 4, 8)).float(), torch.randint(-2, 3, (201, 4)).float())
     keys = torch.randint(-2, 3, (220, 8)).bfloat16()
-    selected = []
+    source, selected = rows_of(keys, 0, PlainFormat(8, keys.dtype)), []
     for is_native in (True, False):
         monkeypatch.setattr(library, "is_available", lambda is_native=is_native: is_native)
         out = torch.full((200, 20), -1, dtype=torch.int32)
-        KeySelector(20, 50, Workspace(poison=True)).select(index, run, rows_of(keys, 0), out)
+        KeySelector(20, 50, Workspace(poison=True)).select(index, run, source, out)
         selected.append(out.sort(dim=1).values)
     assert torch.equal(*selected)
 

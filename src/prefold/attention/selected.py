@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from prefold.attention.row_format import RowFormat
+from prefold.kernels import rows
 from prefold.workspace import Workspace
 
 GATHER_ELEMENTS = 1 << 20
@@ -31,19 +32,22 @@ def attend_selected(
         out: [n, num_heads, kv_lora_rank] float32, written; 0 for a query without keys. May be strided.
         lse: [n, num_heads] float32, written: natural log, -inf for a query without keys. May be strided.
     """
+    if row_format.is_plain and rows.can_attend(q, cache):
+        rows.attend(q, slots, cache, scale, out, lse)
+        return
     num_heads, dim = q.shape[1:]
     slots = _without_absent(slots.long())
     num_keys = slots.shape[1]
     size = max(1, GATHER_ELEMENTS // (num_keys * dim))
     for start in range(0, len(q), size):
-        rows = slots[start : start + size]
-        stored = workspace.get("selected.rows", (rows.numel(), row_format.width), cache.dtype)
-        torch.index_select(cache, 0, rows.flatten().clamp(min=0), out=stored)
-        k = workspace.get("selected.keys", (len(rows), num_keys, dim), torch.float32)
+        block = slots[start : start + size]
+        stored = workspace.get("selected.rows", (block.numel(), row_format.width), cache.dtype)
+        torch.index_select(cache, 0, block.flatten().clamp(min=0), out=stored)
+        k = workspace.get("selected.keys", (len(block), num_keys, dim), torch.float32)
         k.copy_(row_format.decode(stored).view(k.shape))
-        absent = rows < 0
+        absent = block < 0
         k.masked_fill_(absent.unsqueeze(-1), 0.0)  # 0 * NaN is NaN
-        shape = (len(rows), num_heads, num_keys)
+        shape = (len(block), num_heads, num_keys)
         scores = workspace.get("selected.scores", shape, torch.float32)
         torch.bmm(q[start : start + size], k.transpose(1, 2), out=scores)
         scores.mul_(scale).masked_fill_(absent.unsqueeze(1), -torch.inf)

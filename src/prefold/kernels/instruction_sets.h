@@ -4,6 +4,7 @@
 // PREFOLD_DISPATCH. Everything that is included from here must come without includes of its own.
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>

@@ -34,6 +34,15 @@ static INLINE float scalar(uint16_t bfloat16) {
 // Subtracting 0 costs nothing; adding it would change -0.0.
 static INLINE Floats splat(float value) { return value - Floats{}; }
 
+// Keep what was loaded, instead of loading it again for each use.
+static INLINE void keep_in_register(Floats& floats) {
+#if defined(__x86_64__)
+    asm("" : "+v"(floats));
+#else
+    (void)floats;
+#endif
+}
+
 static INLINE Floats maximum(Floats a, Floats b) {
 #if PREFOLD_LANES == 16
     return _mm512_max_ps(a, b);
