@@ -288,14 +288,13 @@ def test_what_people_try_elsewhere():
     assert "legal: 1, 2" in reasons["-tp 2 -dcp 4"]
 
 
-def test_sparse_attention_holds_all_keys_on_every_rank():
+def test_sparse_attention_has_every_layout():
     dsa = DSAConfig(64, 4, 8, (True, False, True, False, True), rope_interleaved=True)
     model = replace(MODEL, mla=replace(MODEL.mla, q_lora_rank=16, dsa=dsa))
-    assert legal_dcp_sizes(model, pcp=4, tp=2) == [1]
-    with pytest.raises(ValueError, match="decode_context_parallel_size=2 is not supported with sparse"):
-        check_layout(model, ParallelConfig(1, 2, 2), block_size=1)
+    assert legal_dcp_sizes(model, pcp=4, tp=2) == [1, 2, 4, 8]
+    check_layout(model, ParallelConfig(1, 2, 2), block_size=1)
     layouts = legal_layouts(model, 4)
-    assert {layout.kv_shards for layout in layouts} == {1}
+    assert {layout.kv_shards for layout in layouts} == {1, 2, 4}
     assert max(len(layout.layers_per_stage) for layout in layouts) == 2
     token_dim = MODEL.mla.token_dim + 8
     assert describe_layout(model, ParallelConfig()).kv_bytes_per_token == 5 * token_dim * 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,9 +11,10 @@ from hypothesis import strategies as st
 from prefold.attention.backend import IndexQueries
 from prefold.attention.plan import RequestWork
 from prefold.attention.row_format import PlainFormat
-from prefold.attention.selection import KeySelector, positions_of, ranked
-from prefold.attention.sparse import sparse_runs
+from prefold.attention.selection import NO_KEY, KeySelector, PagedTokens, positions_of, ranked
+from prefold.attention.sparse import sparse_requests
 from prefold.attention.walk import Run, rows_of
+from prefold.kv_ownership import KVOwnership
 from prefold.workspace import Workspace
 
 torch.set_num_threads(1)
@@ -25,7 +27,7 @@ def brute_force(index: IndexQueries, keys: torch.Tensor, run: Run, topk: int) ->
     found = []
     for i, position in enumerate(range(run.start, run.end)):
         token = run.offset + i
-        by_head = (index.q[token] @ keys[: position + 1].T).relu()
+        by_head = (index.q[token].float() @ keys[: position + 1].T).relu()
         scores = (index.weights[token] @ by_head).tolist()
         found.append(set(sorted(range(position + 1), key=lambda key: (-scores[key], key))[:topk]))
     return found
@@ -35,49 +37,91 @@ def brute_force(index: IndexQueries, keys: torch.Tensor, run: Run, topk: int) ->
 @given(
     topk=st.integers(1, 9),
     tile=st.integers(1, 40),
-    more=st.integers(0, 30),
+    start=st.integers(0, 30),
     count=st.integers(1, 150),
-    offset=st.integers(0, 2),
+    shards=st.sampled_from([(2, 1, 1), (3, 2, 1), (2, 2, 2), (4, 3, 2), (2, 4, 1)]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     seed=st.integers(0, 1000),
 )
 def test_the_best_keys_are_selected(
-    topk: int, tile: int, more: int, count: int, offset: int, seed: int
+    topk: int, tile: int, start: int, count: int, shards: tuple[int, int, int], dtype: torch.dtype, seed: int
 ) -> None:
-    """Small whole numbers: sums are exact, and scores of 0 and of equal value are common."""
+    """Small whole numbers: sums are exact, and scores of 0 and of equal value are common. Whoever holds the
+    keys, also with queries that see fewer than `topk`. The native kernel has no queries in bfloat16."""
     generator = torch.Generator().manual_seed(seed)
 
     def integers(*shape: int) -> torch.Tensor:
         return torch.randint(-2, 3, shape, generator=generator).float()
 
-    run = Run(topk + more, topk + more + count, offset)
+    run = Run(start, start + count, 0)
     keys = integers(run.end, DIM)
-    index = IndexQueries(integers(offset + count + 1, HEADS, DIM), integers(offset + count + 1, HEADS))
-    out = torch.full((count, topk), -1, dtype=torch.int32)
-    source = rows_of(keys, 0, PlainFormat(keys.shape[1], keys.dtype))
-    KeySelector(topk, tile, Workspace(poison=True)).select(index, run, source, out)
-    assert [set(row) for row in out.tolist()] == brute_force(index, keys, run, topk)
+    index = IndexQueries(integers(count, HEADS, DIM).to(dtype), integers(count, HEADS))
+    ownership, device = KVOwnership(*shards), torch.device("cpu")
+    width = min(topk, int(ownership.local_lengths(run.end).max()))
+    found = []
+    for rank in range(ownership.dcp_size):
+        held = PagedTokens(ownership, rank, device)
+        own = keys[held.positions(torch.arange(int(held.counts(torch.tensor([run.end])))))]
+        source = rows_of(own, 0, PlainFormat(DIM, own.dtype))
+        found.append(torch.zeros(count, width, dtype=torch.int64))
+        selector = KeySelector(topk, tile, Workspace(poison=True))
+        selector.select(index, torch.arange(start, run.end), source, held, found[-1])
+    joint = torch.cat(found, dim=1)
+    joint = positions_of(joint.topk(min(topk, joint.shape[1]), dim=1).values)
+    chosen = [[position for position in row if position >= 0] for row in joint.tolist()]
+    assert [set(row) for row in chosen] == brute_force(index, keys, run, topk)
+    assert [len(row) for row in chosen] == [min(topk, position + 1) for position in range(start, run.end)]
+
+
+@given(
+    shards=st.sampled_from([(1, 1, 1), (4, 1, 2), (2, 3, 1), (4, 2, 4), (6, 4, 2)]), length=st.integers(0, 80)
+)
+def test_held_tokens(shards: tuple[int, int, int], length: int) -> None:
+    """Of every rank's tokens: each position once, and the slots of `KVOwnership`."""
+    ownership = KVOwnership(*shards)
+    positions = np.arange(length)
+    block_ids = np.random.default_rng(length).permutation(90)
+    found = []
+    for rank in range(ownership.dcp_size):
+        held = PagedTokens(ownership, rank, torch.device("cpu"))
+        own = held.positions(torch.arange(int(held.counts(torch.tensor([length])))))
+        assert ownership.owner(own.numpy()).tolist() == [rank] * len(own)
+        found += own.tolist()
+        asked = torch.from_numpy(np.concatenate(([-1], positions))).to(torch.int32)
+        slots = held.slots(asked, torch.from_numpy(block_ids))
+        blocks = block_ids[positions // ownership.virtual_block_size]
+        assert slots.tolist() == [-1, *ownership.slots(positions, blocks, rank).tolist()]
+    assert sorted(found) == positions.tolist()
 
 
 @given(st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=20), st.integers(0, 2**31))
 def test_ranks_have_the_order_of_scores_and_of_positions(scores: list[float], first: int) -> None:
-    ranks = ranked(torch.tensor([scores]), first)
+    at = torch.arange(first, first + len(scores))
+    ranks = ranked(torch.tensor([scores]), at)
     expected = sorted(range(len(scores)), key=lambda key: (-scores[key], key))
     assert ranks[0].argsort(descending=True).tolist() == expected
-    assert positions_of(ranks)[0].tolist() == list(range(first, first + len(scores)))
-    assert len(set(ranks[0].tolist())) == len(scores)
+    hidden = [-1 if score == -np.inf else position for score, position in zip(scores, at.tolist())]
+    assert positions_of(ranks)[0].tolist() == hidden
+    assert len({NO_KEY, *ranks[0].tolist()}) == len(scores) + 1
+    assert min(ranks[0].tolist()) > NO_KEY
 
 
 @pytest.mark.parametrize("topk", range(1, 12))
 def test_queries_with_a_choice(topk: int) -> None:
-    """Those of two runs at positions from topk on, numbered one after the other."""
+    """Those of two runs at positions from topk on, numbered one after the other; all of them if the
+    request's context is gathered."""
     runs = (Run(2, 5, 1), Run(8, 11, 4))
     work = RequestWork(runs, torch.tensor([7]), (), (), (), 0, absorbed=False, travels=False)
-    found = sparse_runs([work, work], topk)
+    requests = sparse_requests([work, work], {1: 2}, topk)
+    own = [p for p in (2, 3, 4, 8, 9, 10) if p >= topk]
+    assert list(requests) == ([0, 1] if own else [1])
+    assert [request.num_gathered for request in requests.values()] == ([0, 2] if own else [2])
+    found = [part for request in requests.values() for part in request.runs]
     positions = [p for part in found for p in range(part.run.start, part.run.end)]
-    assert positions == 2 * [p for p in (2, 3, 4, 8, 9, 10) if p >= topk]
+    assert positions == [*own, 2, 3, 4, 8, 9, 10]
     tokens = [
         t for part in found for t in range(part.run.offset, part.run.offset + part.run.end - part.run.start)
     ]
-    assert tokens == 2 * [t for t, p in zip(range(1, 7), (2, 3, 4, 8, 9, 10)) if p >= topk]
+    assert tokens == [1 + (2, 3, 4, 8, 9, 10).index(p) for p in positions]
     rows = [row for part in found for row in range(part.rows.start, part.rows.stop)]
     assert rows == list(range(len(positions)))

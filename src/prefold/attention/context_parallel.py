@@ -25,7 +25,7 @@ from prefold.attention.kv_tiles import KVTiles
 from prefold.attention.plan import Rows, StepPlan
 from prefold.attention.queries import LayerQueries
 from prefold.attention.row_format import RowFormat
-from prefold.attention.shared_decode import SharedDecode
+from prefold.attention.shared_decode import AttendShard, ShardWalks, SharedDecode
 from prefold.attention.travel import TravelTools, Trip
 from prefold.attention.walk import CacheReader, Walker, rows_of
 from prefold.config import GQAConfig, MLAConfig
@@ -68,7 +68,7 @@ class ContextParallelAttention:
         self._scale = setup.scale
         self._kv_cache = setup.kv_cache
         self._formats = setup.formats
-        self._format = setup.formats[0]
+        self._format = setup.formats[0]  # of what queries attend to: all but an index key
         self._groups = groups
         # Queries travel to the ranks that hold other parts of the context: other shards, or else
         # replicas, of which each takes a slice.
@@ -88,13 +88,21 @@ class ContextParallelAttention:
         self, layer_idx: int, q: torch.Tensor, kv: torch.Tensor, rows: LatentRows | HeadRows
     ) -> torch.Tensor:
         """See AttentionContext.attend."""
-        plan = self._plan
+        out, _ = self._attend(layer_idx, q, kv, rows)
+        return out.flatten(1)
+
+    def _attend(
+        self, layer_idx: int, q: torch.Tensor, kv: torch.Tensor, rows: LatentRows | HeadRows
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The results [num_tokens, num_heads, v_head_dim], and the new prefill tokens' rows of the cache, all
+        ranks', in the order of the global batch [num_new_tokens, width of a row]."""
+        plan, width = self._plan, self._format.width
         assert plan is not None
         assert q.shape[0] == plan.num_tokens, (q.shape, plan.num_tokens)
-        cache = self._kv_cache[layer_idx]
-        forms = KVForms.of(rows, self._compute_dtype, self._backend, self._workspace)
-        reader = CacheReader(cache, self._format, self._workspace)
         new_kv = self._encode(kv, plan)
+        cache = self._kv_cache[layer_idx][..., : new_kv.shape[1]]
+        forms = KVForms.of(rows, self._compute_dtype, self._backend, self._workspace)
+        reader = CacheReader(cache[..., :width], self._format, self._workspace)
         gather = self._groups["pcp"].start_all_gather(new_kv[: plan.gather_tokens])
         self._write(cache, new_kv[plan.num_prefill_tokens : plan.num_tokens], plan.write_decode)
         trips = self._trips(plan, q, forms, reader)
@@ -107,7 +115,7 @@ class ContextParallelAttention:
         windows = [work.window(forms.window) for work in plan.works]
         for work, walk, window in zip(plan.works, queries.walks, windows):
             for run, segment in zip(work.runs, work.own):
-                source = rows_of(new_kv, run.start - run.offset, self._format)
+                source = rows_of(new_kv[:, :width], run.start - run.offset, self._format)
                 self._walker.run(walk, [segment], source, window)
             self._walker.run(walk, work.cached, reader.request(work.block_ids), window)
         for trip in trips[:1]:
@@ -122,10 +130,10 @@ class ContextParallelAttention:
         for trip in trips[:1]:
             trip.send_back()
         for work, walk, window in zip(plan.works, queries.walks, windows):
-            source = rows_of(all_new, -work.first_new_row, self._format)
+            source = rows_of(all_new[:, :width], -work.first_new_row, self._format)
             self._walker.run(walk, work.others, source, window)
         self._finish(plan, queries, trips, out)
-        return out.flatten(1)
+        return out, all_new
 
     def _encode(self, kv: torch.Tensor, plan: StepPlan) -> torch.Tensor:
         """New KV as it is stored, with room for the rows that pad the gather. A layer whose rows lack the
@@ -162,25 +170,21 @@ class ContextParallelAttention:
         """The decode tokens of a sharded cache, with their queries on the way."""
         if not plan.shared_decode:
             return None
-        decode = SharedDecode(
-            plan.shared_decode,
-            self._groups["dcp_tp"],
-            self._groups["dcp_pcp"],
-            forms.absorbed,
-            self._scale,
-            reader,
-            self._walker,
-            self._backend,
-            self._workspace,
+        walks = ShardWalks(
+            plan.shared_decode, forms.absorbed, self._scale, reader, self._walker, self._backend
         )
+        decode = self._shared_decode(walks, forms)
         decode.send(q[plan.num_prefill_tokens :])
         return decode
+
+    def _shared_decode(self, attend_shard: AttendShard, forms: KVForms) -> SharedDecode:
+        dcp_tp, dcp_pcp = self._groups["dcp_tp"], self._groups["dcp_pcp"]
+        return SharedDecode(attend_shard, dcp_tp, dcp_pcp, forms.absorbed, self._workspace)
 
     def _kv_tiles(self, plan: StepPlan, reader: CacheReader) -> KVTiles:
         return KVTiles(
             plan.kv_tiles,
             self._groups["dcp"],
-            self._format,
             reader,
             self._backend,
             self._workspace,

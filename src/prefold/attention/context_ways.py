@@ -65,6 +65,7 @@ class ContextWays:
         q_itemsize: bytes per element of queries.
         forced: "auto", or a way that is taken wherever it is possible.
         has_windows: queries of some layers see a window only: they attend in place.
+        is_sparse: a query attends to a few keys of its own: nothing is shared.
     """
 
     attention: MLAConfig | GQAConfig
@@ -77,6 +78,7 @@ class ContextWays:
     q_itemsize: int
     forced: str = AUTO
     has_windows: bool = False
+    is_sparse: bool = False
 
     def __post_init__(self) -> None:
         if self.forced not in (AUTO, *WAYS):
@@ -96,9 +98,9 @@ class ContextWays:
             dcp_size=parallel.decode_context_parallel_size,
             tile_tokens=runtime.context_workspace_tokens,
             q_itemsize=DTYPES[runtime.compute_dtype],
-            # Under sparse attention a query attends to a few keys of its own: nothing is shared.
-            forced=runtime.context_attention if model.dsa is None else LOCAL,
+            forced=runtime.context_attention,
             has_windows=model.attention.has_windows,
+            is_sparse=model.dsa is not None,
         )
 
     @property
@@ -129,7 +131,7 @@ class ContextWays:
             num_computed: [R] tokens of its context.
         """
         in_place, travelling = self.legal
-        if self.has_windows:
+        if self.has_windows or self.is_sparse:
             return np.full(len(num_computed), in_place)
         if self.forced in self.legal:
             return np.full(len(num_computed), self.forced)

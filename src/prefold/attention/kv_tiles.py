@@ -6,13 +6,12 @@ queries to all of a tile. While it does, the next tile travels. A tile may hold 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from prefold.attention.backend import AttentionBackend
-from prefold.attention.row_format import RowFormat
 from prefold.attention.walk import CacheReader, Walk
 from prefold.distributed.group import Gather, Group
 from prefold.workspace import Workspace
@@ -55,27 +54,36 @@ class KVTiles:
         self,
         tiles: Sequence[KVTile],
         group: Group,
-        row_format: RowFormat,
         reader: CacheReader,
         backend: AttentionBackend,
         workspace: Workspace,
     ) -> None:
         self._tiles = tiles
         self._group = group
-        self._format = row_format
         self._reader = reader
         self._backend = backend
         self._workspace = workspace
 
     def run(self, walks: Sequence[Walk]) -> None:
         """Attend all walks to their contexts."""
+        for piece, stored in self.pieces():
+            if piece.work is not None:
+                walk = walks[piece.work]
+                k, v = walk.keys_values(self._reader.format.decode(stored))
+                self._backend.attend_(walk.state, slice(0, walk.num_queries), k, v, causal=False)
+
+    def pieces(self) -> Iterator[tuple[KVPiece, torch.Tensor]]:
+        """Each piece and its stored rows, rank after rank, [sum of counts, width]; valid until the next."""
         gathers = (self._send(tile) for tile in self._tiles)  # each starts when it is asked for
         coming = next(gathers, None)
         for tile in self._tiles:
             assert coming is not None
             stored = self._receive(tile, coming)
             coming = next(gathers, None)
-            self._attend(tile, walks, stored)
+            end = 0
+            for piece in tile.pieces:
+                start, end = end, end + sum(piece.counts)
+                yield piece, stored[start:end]
 
     def _send(self, tile: KVTile) -> Gather:
         sent = self._buffer("kv_tiles.sent", tile.num_rows)
@@ -99,14 +107,6 @@ class KVTiles:
         gather.release()
         return stored
 
-    def _attend(self, tile: KVTile, walks: Sequence[Walk], stored: torch.Tensor) -> None:
-        end = 0
-        for piece in tile.pieces:
-            start, end = end, end + sum(piece.counts)
-            if piece.work is not None:
-                walk = walks[piece.work]
-                k, v = walk.keys_values(self._format.decode(stored[start:end]))
-                self._backend.attend_(walk.state, slice(0, walk.num_queries), k, v, causal=False)
-
     def _buffer(self, name: str, num_rows: int) -> torch.Tensor:
-        return self._workspace.get(name, (num_rows, self._format.width), self._format.dtype)
+        row_format = self._reader.format
+        return self._workspace.get(name, (num_rows, row_format.width), row_format.dtype)

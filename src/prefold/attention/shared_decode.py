@@ -13,7 +13,7 @@ attention queries are gathered as they are: ranks of such a group that have othe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,44 +32,38 @@ class SharedWork:
 
     Attributes:
         tokens: of the decode tokens.
+        positions: [n] int64, of the tokens.
         block_ids: of the request.
         segments: of the tokens that this rank holds, as it numbers them; none if it holds none.
     """
 
     tokens: slice
+    positions: torch.Tensor
     block_ids: torch.Tensor
     segments: tuple[Segment, ...]
+
+
+AttendShard = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""Attends absorbed queries [num_tokens, heads of the group, q_dim] to this rank's shard, writing results
+[num_tokens, heads of the group, out_dim] and log-sum-exps [num_tokens, heads of the group], float32."""
 
 
 class SharedDecode:
     """One layer's decode tokens: `send` their queries, then `attend`.
 
     Args:
-        works: the decode requests of this unit, equal on all ranks of the DCP group but for `segments`.
+        attend_shard: what each rank does with its part of the keys.
         dcp_tp, dcp_pcp: the parts of the DCP group.
         form: the absorbed one.
     """
 
     def __init__(
-        self,
-        works: Sequence[SharedWork],
-        dcp_tp: Group,
-        dcp_pcp: Group,
-        form: KVForm,
-        scale: float,
-        reader: CacheReader,
-        walker: Walker,
-        backend: AttentionBackend,
-        workspace: Workspace,
+        self, attend_shard: AttendShard, dcp_tp: Group, dcp_pcp: Group, form: KVForm, workspace: Workspace
     ) -> None:
-        self._works = works
+        self._attend_shard = attend_shard
         self._dcp_tp = dcp_tp
         self._dcp_pcp = dcp_pcp
         self._form = form
-        self._scale = scale
-        self._reader = reader
-        self._walker = walker
-        self._backend = backend
         self._workspace = workspace
         self._gather: Gather | None = None
 
@@ -98,7 +92,27 @@ class SharedDecode:
         form.results(own, out)
         join_over(self._dcp_pcp, out, lse, workspace)
 
-    def _attend_shard(self, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+
+class ShardWalks:
+    """An AttendShard: each request's queries walk over all that the rank holds of it.
+
+    Args:
+        works: the decode requests of this unit, equal on all ranks of the DCP group but for `segments`.
+    """
+
+    def __init__(
+        self,
+        works: Sequence[SharedWork],
+        form: KVForm,
+        scale: float,
+        reader: CacheReader,
+        walker: Walker,
+        backend: AttentionBackend,
+    ) -> None:
+        self._works, self._form, self._scale = works, form, scale
+        self._reader, self._walker, self._backend = reader, walker, backend
+
+    def __call__(self, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
         backend, form = self._backend, self._form
         queries = [Queries(q[w.tokens], form.num_kv_heads, form.out_dim) for w in self._works]
         states = backend.start(queries, self._scale, "decode")

@@ -1,10 +1,18 @@
 """DeepSeek Sparse Attention of a step: select keys, attend to them in absorbed form.
 
 A query that sees no more keys than it may attend to is attended densely, exactly as without sparse
-attention; so the first `index_topk` tokens of every request are. For the others, the indexer's queries of a
-rank are scored against all keys before them. These are all in the rank's own cache once the step's new
-tokens, latents and index keys in one row, have been gathered and written: so PCP needs no collective of
-its own for the indexer. The keys must be there whole (D = 1).
+attention; so the first `index_topk` tokens of every request are. The others select: the indexer's queries
+are scored against the index keys of all tokens before them, which lie in the same rows as the latents and
+travel and are stored with them. So how a query reaches its keys depends on who holds them:
+
+- D = 1: a rank has them all in its cache once the step's new tokens have been gathered and written. Nothing
+  else travels for sparse attention.
+- D > 1, prefill: the new tokens have been gathered. Cached context is, too, one request and layer at a time
+  and tile by tile (attention.kv_tiles), to every rank that has queries of the request. Per layer a rank
+  receives (D - 1) / D of the context's rows, and has room for one request's.
+- D > 1, decode: all ranks of a DCP group compute the token. Each scores the keys of its shard; the best of
+  each are gathered, `index_topk` numbers of 8 bytes per query and rank, and the best of all are the
+  selection, equal on all ranks. Each attends to what it holds of it (attention.shared_decode).
 
 A selection is made by the layers that have an indexer and used by those after it, up to the next.
 """
@@ -19,11 +27,20 @@ import torch
 from prefold.attention.backend import HeadRows, IndexQueries, LatentRows
 from prefold.attention.context_parallel import AttentionSetup, ContextParallelAttention
 from prefold.attention.forms import KVForm, KVForms, prefer_absorbed
+from prefold.attention.kv_tiles import KVTiles
 from prefold.attention.plan import RequestWork, StepPlan
-from prefold.attention.queries import LayerQueries
+from prefold.attention.row_format import PlainFormat
 from prefold.attention.selected import attend_selected
-from prefold.attention.selection import QUERY_BLOCK, KeySelector
-from prefold.attention.walk import CacheReader, Run, Segment, rows_of
+from prefold.attention.selection import (
+    QUERY_BLOCK,
+    AllTokens,
+    HeldTokens,
+    KeySelector,
+    PagedTokens,
+    join_ranked,
+    positions_of,
+)
+from prefold.attention.walk import CacheReader, Latents, Run, Segment, rows_of
 from prefold.config import MLAConfig
 
 
@@ -34,113 +51,226 @@ class SparseRun:
     Attributes:
         run: the queries.
         rows: of the rank's selections.
-        block_ids: of their request.
     """
 
     run: Run
     rows: slice
+
+
+@dataclass(frozen=True, eq=False)
+class SparseRequest:
+    """A request's queries with a selection.
+
+    Attributes:
+        num_gathered: tokens of its context that come from other ranks.
+    """
+
+    work: RequestWork
+    runs: tuple[SparseRun, ...]
+    num_gathered: int
+
+
+@dataclass(frozen=True, eq=False)
+class SparseLayer:
+    """What the queries of one layer need.
+
+    Attributes:
+        q: [num_tokens, num_heads, qk_head_dim].
+        index: of a layer with an indexer; without one the last selection is used.
+        cache: [num_blocks, block_size, width of the layer's rows], stored rows.
+        new_rows: of the step's new prefill tokens, [num_new_tokens, width], stored.
+        out: [num_tokens, num_heads, v_head_dim], to be written.
+    """
+
+    q: torch.Tensor
+    index: IndexQueries | None
+    absorbed: KVForm
+    cache: torch.Tensor
+    new_rows: torch.Tensor
+    out: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class RequestKeys:
+    """The keys of one request within reach, in one layer.
+
+    Attributes:
+        rows: [num_slots, width of the first part of a row], as stored.
+        index_keys: of the tokens that are held.
+    """
+
+    rows: torch.Tensor
+    index_keys: Latents
+    held: HeldTokens
     block_ids: torch.Tensor
 
 
 class SparseAttention(ContextParallelAttention):
-    """The AttentionContext of a rank for models with an indexer."""
+    """The AttentionContext of a rank for models with an indexer. The base class does what comes before: it
+    publishes and stores the new rows, and attends the queries without a choice."""
 
     def __init__(self, setup: AttentionSetup) -> None:
         super().__init__(setup)
         attention = setup.attention
         assert isinstance(attention, MLAConfig)
         assert attention.dsa is not None
-        assert setup.ownership.dcp_size == 1, "refused at start-up"
         self._mla = attention
         _, self._index_format = setup.formats
         self._topk = attention.dsa.index_topk
         self._selector = KeySelector(self._topk, setup.tile_tokens, setup.workspace)
-        self._dense: list[RequestWork] = []
-        self._sparse: list[SparseRun] = []
-        self._selected: torch.Tensor | None = None
+        self._ownership = setup.ownership
+        device = setup.kv_cache.device
+        ranks = range(setup.ownership.dcp_size)
+        self._held_by = [PagedTokens(setup.ownership, rank, device) for rank in ranks]
+        self._paged = self._held_by[setup.groups["dcp"].rank]
+        self._all = AllTokens()
+        self._sparse_plan: StepPlan | None = None
+        self._requests: dict[int, SparseRequest] = {}
+        self._selected = self._shared_selected = torch.empty(0)
 
     def begin_step(self, plan: StepPlan) -> None:
         """See ContextParallelAttention.begin_step."""
-        super().begin_step(plan)
-        assert not plan.travel
-        assert not plan.kv_tiles
-        assert not plan.shared_decode
-        self._dense = [work for w in plan.works if (work := dense_part(w, self._topk, self._mla)) is not None]
-        self._sparse = sparse_runs(plan.works, self._topk)
-        self._selected = None
+        gathered: dict[int, int] = {}
+        for piece in (piece for tile in plan.kv_tiles for piece in tile.pieces):
+            if piece.work is not None:
+                gathered[piece.work] = gathered.get(piece.work, 0) + sum(piece.counts)
+        dense = [dense_part(w, self._topk, self._mla) for i, w in enumerate(plan.works) if i not in gathered]
+        works = tuple(work for work in dense if work is not None)
+        super().begin_step(replace(plan, works=works, travel=(), kv_tiles=(), shared_decode=()))
+        self._sparse_plan = plan
+        self._requests = sparse_requests(plan.works, gathered, self._topk)
+        num_queries = sum(
+            part.rows.stop - part.rows.start for r in self._requests.values() for part in r.runs
+        )
+        self._selected = self._workspace.get("sparse.selected", (num_queries, self._topk), torch.int32)
 
     def attend(
         self, layer_idx: int, q: torch.Tensor, kv: torch.Tensor, rows: LatentRows | HeadRows
     ) -> torch.Tensor:
         """See AttentionContext.attend."""
-        plan, mla, workspace = self._plan, self._mla, self._workspace
+        plan = self._sparse_plan
         assert plan is not None
         assert isinstance(rows, LatentRows)
-        assert q.shape[0] == plan.num_tokens, (q.shape, plan.num_tokens)
-        new_kv = self._encode(kv, plan)
-        cache = self._kv_cache[layer_idx][..., : new_kv.shape[1]]
-        width = self._format.width
-        latents = cache[..., :width]
-        forms = KVForms.of(rows, self._compute_dtype, self._backend, workspace)
-        gather = self._groups["pcp"].start_all_gather(new_kv[: plan.gather_tokens])
-        self._write(cache, new_kv[plan.num_prefill_tokens : plan.num_tokens], plan.write_decode)
-
-        requests = [(work.tokens, work.absorbed) for work in self._dense]
-        queries = LayerQueries(q, requests, forms, self._scale, self._backend, workspace, "attention")
-        reader = CacheReader(latents, self._format, workspace)
-        for work, walk in zip(self._dense, queries.walks):
-            for run, segment in zip(work.runs, work.own):
-                source = rows_of(new_kv[:, :width], run.start - run.offset, self._format)
-                self._walker.run(walk, [segment], source)
-            self._walker.run(walk, work.cached, reader.request(work.block_ids))
-        all_new = self._collect(gather, plan, new_kv.shape[1])
-        self._write(cache, all_new, plan.write_new)
-        for work, walk in zip(self._dense, queries.walks):
-            source = rows_of(all_new[:, :width], -work.first_new_row, self._format)
-            self._walker.run(walk, work.others, source)
-        out = workspace.get("attention.out", (*q.shape[:2], mla.v_head_dim), self._compute_dtype)
-        queries.finish(out)
-
-        if rows.index is not None:
-            self._select(rows.index, cache[..., width:])
-        self._attend_selected(q, forms.absorbed, latents, out)
+        out, new_rows = self._attend(layer_idx, q, kv, rows)
+        forms = KVForms.of(rows, self._compute_dtype, self._backend, self._workspace)
+        cache = self._kv_cache[layer_idx][..., : new_rows.shape[1]]
+        layer = SparseLayer(q, rows.index, forms.absorbed, cache, new_rows, out)
+        for request in self._requests.values():
+            if not request.num_gathered:
+                self._attend_request(layer, request, self._keys(layer, request.work))
+        self._attend_gathered(layer, plan)
+        self._attend_shared(layer, forms, plan)
         return out.flatten(1)
 
-    def _select(self, index: IndexQueries, index_keys: torch.Tensor) -> None:
-        """Positions of the selected keys of all queries that have a choice."""
-        num_queries = sum(part.rows.stop - part.rows.start for part in self._sparse)
-        self._selected = self._workspace.get("sparse.selected", (num_queries, self._topk), torch.int32)
-        reader = CacheReader(index_keys, self._index_format, self._workspace)
-        for part in self._sparse:
-            keys = reader.request(part.block_ids)
-            self._selector.select(index, part.run, keys, self._selected[part.rows])
+    def _keys(self, layer: SparseLayer, work: RequestWork) -> RequestKeys:
+        """Of a request without context on other ranks."""
+        if self._ownership.dcp_size == 1:
+            return self._paged_keys(layer, work.block_ids)
+        return self._row_keys(layer.new_rows[work.first_new_row :], work)
 
-    def _attend_selected(
-        self, q: torch.Tensor, absorbed: KVForm, latents: torch.Tensor, out: torch.Tensor
+    def _paged_keys(self, layer: SparseLayer, block_ids: torch.Tensor) -> RequestKeys:
+        width = self._format.width
+
+        def index_keys(start: int, end: int) -> torch.Tensor:  # asked for only where a row has one
+            reader = CacheReader(layer.cache[..., width:], self._index_format, self._workspace)
+            return reader.request(block_ids)(start, end)
+
+        rows = layer.cache.view(-1, layer.cache.shape[2])
+        return RequestKeys(rows[:, :width], index_keys, self._paged, block_ids)
+
+    def _row_keys(self, rows: torch.Tensor, work: RequestWork) -> RequestKeys:
+        """Rows by position."""
+        width = self._format.width
+        index_keys = rows_of(rows[:, width:], 0, self._index_format)
+        return RequestKeys(rows[:, :width], index_keys, self._all, work.block_ids)
+
+    def _attend_request(self, layer: SparseLayer, request: SparseRequest, keys: RequestKeys) -> None:
+        """Select for a request's queries, and attend."""
+        for part in request.runs:
+            for start in range(part.run.start, part.run.end, QUERY_BLOCK):
+                end = min(start + QUERY_BLOCK, part.run.end)
+                first = start - part.run.start
+                tokens = slice(part.run.offset + first, part.run.offset + first + end - start)
+                selected = self._selected[part.rows][first : first + end - start]
+                if layer.index is not None:
+                    index = IndexQueries(layer.index.q[tokens], layer.index.weights[tokens])
+                    positions = torch.arange(start, end, device=selected.device)
+                    ranks = self._workspace.get("sparse.ranks", selected.shape, torch.int64)
+                    self._selector.select(index, positions, keys.index_keys, keys.held, ranks)
+                    selected.copy_(positions_of(ranks))
+                self._attend_block(layer, tokens, keys.held.slots(selected, keys.block_ids), keys.rows)
+
+    def _attend_block(
+        self, layer: SparseLayer, tokens: slice, slots: torch.Tensor, rows: torch.Tensor
     ) -> None:
-        assert self._selected is not None, "the first layer of a stage has an indexer"
         mla, workspace = self._mla, self._workspace
-        by_slot = latents.view(-1, latents.shape[-1])
-        for part in self._sparse:
-            for start in range(0, part.rows.stop - part.rows.start, QUERY_BLOCK):
-                end = min(start + QUERY_BLOCK, part.rows.stop - part.rows.start)
-                tokens = slice(part.run.offset + start, part.run.offset + end)
-                shape = (end - start, q.shape[1])
-                latent_q = workspace.get("sparse.latent_q", (*shape, mla.token_dim), torch.float32)
-                absorbed.queries(q[tokens], latent_q)
-                latent_out = workspace.get("sparse.latent_out", (*shape, mla.kv_lora_rank), torch.float32)
-                lse = workspace.get("sparse.lse", shape, torch.float32)
-                slots = self._slots(self._selected[part.rows][start:end], part.block_ids)
-                attend_selected(
-                    latent_q, slots, by_slot, self._format, self._scale, latent_out, lse, workspace
-                )
-                absorbed.results(latent_out, out[tokens])
+        q = layer.q[tokens]
+        shape = q.shape[:2]
+        latent_q = workspace.get("sparse.latent_q", (*shape, mla.token_dim), torch.float32)
+        layer.absorbed.queries(q, latent_q)
+        latent_out = workspace.get("sparse.latent_out", (*shape, mla.kv_lora_rank), torch.float32)
+        lse = workspace.get("sparse.lse", shape, torch.float32)
+        attend_selected(latent_q, slots, rows, self._format, self._scale, latent_out, lse, workspace)
+        layer.absorbed.results(latent_out, layer.out[tokens])
 
-    def _slots(self, positions: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
-        """Where the cache has a request's tokens; any shape."""
-        block_size = self._kv_cache.shape[2]
-        positions = positions.long()
-        return block_ids[positions // block_size] * block_size + positions % block_size
+    def _attend_gathered(self, layer: SparseLayer, plan: StepPlan) -> None:
+        """The requests whose context is spread over ranks: each when the last of it has come."""
+        whole = PlainFormat(layer.cache.shape[2], layer.cache.dtype)  # rows travel as they are stored
+        reader = CacheReader(layer.cache, whole, self._workspace)
+        tiles = KVTiles(plan.kv_tiles, self._groups["dcp"], reader, self._backend, self._workspace)
+        context, received = layer.new_rows, 0
+        for piece, rows in tiles.pieces():
+            if piece.work is None:
+                continue
+            request = self._requests[piece.work]
+            work, num_gathered = request.work, request.num_gathered
+            if not received:
+                shape = (work.runs[-1].end, rows.shape[1])
+                context = self._workspace.get("sparse.context", shape, rows.dtype)
+                first, last = work.first_new_row + num_gathered, work.first_new_row + len(context)
+                context[num_gathered:].copy_(layer.new_rows[first:last])
+            for held, part in zip(self._held_by, rows.split(piece.counts), strict=True):
+                tokens = torch.arange(piece.first_token, piece.first_token + len(part), device=part.device)
+                context.index_copy_(0, held.positions(tokens), part)
+            received += len(rows)
+            if received == num_gathered:
+                self._attend_request(layer, request, self._row_keys(context, work))
+                received = 0
+
+    def _attend_shared(self, layer: SparseLayer, forms: KVForms, plan: StepPlan) -> None:
+        """Decode tokens over shards."""
+        if not plan.shared_decode:
+            return
+        tokens = slice(plan.num_prefill_tokens, plan.num_tokens)
+        keys = [self._paged_keys(layer, work.block_ids) for work in plan.shared_decode]
+        if layer.index is not None:
+            index = IndexQueries(layer.index.q[tokens], layer.index.weights[tokens])
+            self._select_shared(index, plan, keys)
+        slots = torch.cat(
+            [
+                self._paged.slots(self._shared_selected[work.tokens], work.block_ids)
+                for work in plan.shared_decode
+            ]
+        )
+
+        def attend_shard(q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+            rows, workspace = keys[0].rows, self._workspace
+            attend_selected(q, slots, rows, self._format, self._scale, out, lse, workspace)
+
+        decode = self._shared_decode(attend_shard, forms)
+        decode.send(layer.q[tokens])
+        decode.attend(layer.out[tokens])
+
+    def _select_shared(self, index: IndexQueries, plan: StepPlan, keys: Sequence[RequestKeys]) -> None:
+        """Each rank of the DCP group selects from its shard, then all from what each has found."""
+        works = plan.shared_decode
+        longest = max(int(work.positions.max()) for work in works) + 1
+        width = min(self._topk, int(self._ownership.local_lengths(longest).max()))
+        ranks = self._workspace.get("sparse.shared_ranks", (len(index.q), width), torch.int64)
+        for work, own in zip(works, keys, strict=True):
+            part = IndexQueries(index.q[work.tokens], index.weights[work.tokens])
+            self._selector.select(part, work.positions, own.index_keys, own.held, ranks[work.tokens])
+        self._shared_selected = positions_of(join_ranked(self._groups["dcp"], ranks, self._topk))
 
 
 def dense_part(work: RequestWork, topk: int, mla: MLAConfig) -> RequestWork | None:
@@ -176,15 +306,22 @@ def _of_first(segments: Sequence[Segment], num_queries: int) -> tuple[Segment, .
     return tuple(kept)
 
 
-def sparse_runs(works: Sequence[RequestWork], topk: int) -> list[SparseRun]:
-    """The queries that see more than `topk` keys, and where their selections go."""
-    found: list[SparseRun] = []
+def sparse_requests(
+    works: Sequence[RequestWork], gathered: dict[int, int], topk: int
+) -> dict[int, SparseRequest]:
+    """By place in `works`, the queries with a selection, and where their selections go: those that see more
+    than `topk` keys, and all of a request whose context is gathered."""
+    found: dict[int, SparseRequest] = {}
     end = 0
-    for work in works:
+    for i, work in enumerate(works):
+        first = topk if i not in gathered else 0
+        runs = []
         for run in work.runs:
-            dense = min(max(topk - run.start, 0), run.end - run.start)
+            dense = min(max(first - run.start, 0), run.end - run.start)
             rest = Run(run.start + dense, run.end, run.offset + dense)
             if rest.start < rest.end:
                 start, end = end, end + rest.end - rest.start
-                found.append(SparseRun(rest, slice(start, end), work.block_ids))
+                runs.append(SparseRun(rest, slice(start, end)))
+        if runs:
+            found[i] = SparseRequest(work, tuple(runs), gathered.get(i, 0))
     return found

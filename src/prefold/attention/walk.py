@@ -98,7 +98,7 @@ class CacheReader:
     def __init__(self, cache: torch.Tensor, row_format: RowFormat, workspace: Workspace) -> None:
         assert (cache.shape[2], cache.dtype) == (row_format.width, row_format.dtype)
         self._cache = cache
-        self._format = row_format
+        self.format = row_format
         self._workspace = workspace
 
     def request(self, block_ids: torch.Tensor) -> Latents:
@@ -109,7 +109,7 @@ class CacheReader:
 
         What is read is valid until the next read, of whatever request.
         """
-        return lambda start, end: self._format.decode(self.stored(block_ids, start, end))
+        return lambda start, end: self.format.decode(self.stored(block_ids, start, end))
 
     def stored(self, block_ids: torch.Tensor, start: int, end: int) -> torch.Tensor:
         """As `request` reads them, but not decoded: [end - start, width]."""

@@ -47,9 +47,8 @@ def _fits_kv_heads(model: ModelConfig, tp: int) -> bool:
 
 def legal_dcp_sizes(model: ModelConfig, pcp: int, tp: int) -> list[int]:
     """DCP sizes on a PCP x TP plane, ascending: divisors of PCP, and PCP times a divisor of the number of
-    TP ranks that would otherwise hold the same KV. 1 with sliding windows, and with sparse attention, where
-    every query may select any key: see `check_layout`."""
-    if model.attention.has_windows or model.dsa is not None:
+    TP ranks that would otherwise hold the same KV. 1 with sliding windows: see `check_layout`."""
+    if model.attention.has_windows:
         return [1]
     repetition = kv_head_repetition(model, tp)
     return [dcp for dcp in range(1, pcp * repetition + 1) if divides_plane(dcp, pcp, repetition)]
@@ -159,12 +158,7 @@ def _check_dcp(model: ModelConfig, parallel: ParallelConfig) -> None:
 
 def _check_windows(model: ModelConfig, parallel: ParallelConfig) -> None:
     """A rank's shard of a sequence is numbered by place, and a window counts positions."""
-    dcp, dsa = parallel.decode_context_parallel_size, model.dsa
-    if dcp > 1 and dsa is not None:
-        raise ValueError(
-            f"decode_context_parallel_size={dcp} is not supported with sparse attention (index_topk="
-            f"{dsa.index_topk}): a rank must hold all keys that its queries select from; legal: 1"
-        )
+    dcp = parallel.decode_context_parallel_size
     if dcp > 1 and model.attention.has_windows:
         raise ValueError(
             f"decode_context_parallel_size={dcp}: this model has layers with a sliding window, whose KV "

@@ -186,11 +186,12 @@ class _Planner:
         rows = rows[self._is_shared[parts.row_request[rows]]]
         counts = parts.row_num_tokens[rows]
         ends = np.cumsum(counts)
-        seen = np.repeat(parts.row_end[rows] - ends, counts) + np.arange(counts.sum()) + 1
-        lengths = place.ownership.local_lengths(seen)[:, place.dcp]
+        positions = np.repeat(parts.row_end[rows] - ends, counts) + np.arange(counts.sum())
+        lengths = place.ownership.local_lengths(positions + 1)[:, place.dcp]
         return tuple(
             SharedWork(
                 slice(int(start), int(end)),
+                self._tensor(positions[start:end]),
                 self._block_ids[request],
                 prefix_segments(lengths[start:end].tolist()),
             )
