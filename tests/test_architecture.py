@@ -72,7 +72,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cli": {"server", "engine", "benchmark", "convert", "checkpoint_files", "tokenizer", "flops"}
     | FOUNDATION
     | RANK_ARITHMETIC,
-    "server": {"engine"} | FOUNDATION,
+    "server": {"engine"} | FOUNDATION | RANK_ARITHMETIC,
     "benchmark": {"engine", "flops"} | FOUNDATION,
     "engine": {"tokenizer", "checkpoint_files"} | FOUNDATION | RANK_ARITHMETIC,
     "engine.executor": {"worker"} | FOUNDATION | RANK_ARITHMETIC,

@@ -21,6 +21,7 @@ from tyro.conf import subcommand
 from prefold.cli.bench import BenchArgs
 from prefold.cli.convert_mla import ConvertMLAArgs
 from prefold.cli.demo import DemoArgs
+from prefold.cli.explain import ExplainArgs
 from prefold.cli.generate import GenerateArgs
 from prefold.cli.layouts import LayoutsArgs
 from prefold.cli.options import TYRO_CONFIG
@@ -42,6 +43,7 @@ Command = (
     | Annotated[BenchArgs, subcommand("bench")]
     | Annotated[LayoutsArgs, subcommand("layouts")]
     | Annotated[DemoArgs, subcommand("demo")]
+    | Annotated[ExplainArgs, subcommand("explain")]
     | Annotated[ConvertMLAArgs, subcommand("convert-mla")]
 )
 

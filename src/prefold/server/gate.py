@@ -13,14 +13,15 @@ import uuid
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from prefold.server import dashboard
 from prefold.server.errors import APIError, internal_error
 from prefold.server.settings import MIB
 from prefold.server.state import ServerState
 
 logger = logging.getLogger("prefold")
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
-"""Need no API key: those who ask have none."""
+OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"}) | dashboard.OPEN_PATHS
+"""Need no API key: those who ask have none, or, of the dashboard, are about to be asked for it."""
 BODY_SILENCE_S = 60.0
 """A body of which nothing arrives for that long is given up."""
 
