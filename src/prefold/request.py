@@ -162,6 +162,8 @@ class Request:
         self.sampling_params = sampling_params
         self.max_tokens = max_tokens
         self.eos_token_ids = eos_token_ids
+        ends = () if sampling_params.ignore_eos else eos_token_ids
+        self.end_token_ids = frozenset((*sampling_params.stop_token_ids, *ends))
         self.arrival_time = arrival_time
         self.seed = seed
         self.status = RequestStatus.WAITING

@@ -18,7 +18,7 @@ def compute(kv: KVCacheManager, r: Request) -> int:
     num_cached = kv.admit(r)
     assert num_cached is not None
     r.num_computed_tokens = r.num_tokens
-    kv.cache_full_blocks(r)
+    kv.cache_full_blocks([r])
     return num_cached
 
 
@@ -79,7 +79,7 @@ def test_blocks_being_written_are_the_next_ones_of_an_equal_prompt(length: int):
     assert len(being_written) == length // B
     shareable = (length - 1) // B
     assert kv.next_block_hash(second) == (being_written[0] if shareable else None)
-    kv.cache_full_blocks(first)
+    kv.cache_full_blocks([first])
     assert kv.hashes_being_written(first) == []
     assert kv.next_block_hash(second) is None
     assert len(kv.find_cached_prefix(second)) == shareable
@@ -99,7 +99,7 @@ def test_block_is_found_only_once_it_is_computed():
     for computed, found in [(B - 1, 0), (B, 1), (2 * B + 1, 2), (3 * B + 1, 3)]:
         first.num_computed_tokens = computed
         assert kv.find_cached_prefix(second) == table[:before]
-        kv.cache_full_blocks(first)
+        kv.cache_full_blocks([first])
         assert kv.find_cached_prefix(second) == table[:found]
         before = found
 
@@ -210,7 +210,7 @@ def test_reset_drops_old_context_for_good():
     a.all_token_ids += range(2 * B, 3 * B)
     kv.allocate(a, 3 * B)
     a.num_computed_tokens = 3 * B
-    kv.cache_full_blocks(a)
+    kv.cache_full_blocks([a])
     compute(kv, request(list(range(2 * B)), "b"))
     assert len(kv.find_cached_prefix(probe)) == 2
     kv.free(a)

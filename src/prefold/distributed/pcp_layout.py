@@ -165,34 +165,32 @@ def partition(
     if num_scheduled.size and int(num_scheduled.min()) < 1:
         raise ValueError(f"num_scheduled={num_scheduled.tolist()}: every request needs at least 1 token")
     is_split = is_prefill & (num_scheduled >= max(2 * size, min_split_tokens))
-    split, whole = np.flatnonzero(is_split), np.flatnonzero(~is_split)
-    num_ranks = np.where(is_prefill, 1, decode_unit)  # that compute a whole row
-    shared, whole = whole[num_ranks[whole] > 1], whole[num_ranks[whole] == 1]
+    is_shared = ~is_prefill & (decode_unit > 1)  # whole, on all ranks of a unit
+    split, shared, whole = (np.flatnonzero(a) for a in (is_split, is_shared, ~(is_split | is_shared)))
     end = num_computed + num_scheduled
     cost = row_cost(num_scheduled, causal_pairs(num_computed, end), pairs_per_token)
 
-    unit = _deal(cost[shared], size // decode_unit)
-    shared_rank = (unit[:, None] * decode_unit + np.arange(decode_unit)).ravel()
-    shared = np.repeat(shared, decode_unit)
-    whole_rank = _least_loaded(shared_rank, num_scheduled[shared], cost[shared], size)[
-        _deal(cost[whole], size)
-    ]
-    whole_rank, whole = np.concatenate([shared_rank, whole_rank]), np.concatenate([shared, whole])
-
-    rank_order = _least_loaded(whole_rank, num_scheduled[whole], cost[whole], size)
-    bounds = _chunk_bounds(num_scheduled[split], size) + num_computed[split][:, None]
-    pieces = bounds.shape[1] - 1
-    split_rank = _piece_ranks(num_scheduled[split], rank_order, size)
+    # Most steps hold one kind of rows: only that is worked out.
+    rank = request = np.zeros(0, np.int64)
+    if shared.size:
+        unit = _deal(cost[shared], size // decode_unit)
+        rank = (unit[:, None] * decode_unit + np.arange(decode_unit)).ravel()
+        request = np.repeat(shared, decode_unit)
+    if whole.size:
+        dealt = _deal(cost[whole], size)
+        if shared.size:
+            dealt = _least_loaded(rank, num_scheduled[request], cost[request], size)[dealt]
+        rank, request = np.concatenate([rank, dealt]), np.concatenate([request, whole])
+    start, row_end = num_computed[request], end[request]
+    if split.size:
+        rank_order = _least_loaded(rank, num_scheduled[request], cost[request], size)
+        bounds = _chunk_bounds(num_scheduled[split], size) + num_computed[split][:, None]
+        rank = np.concatenate([rank, _piece_ranks(num_scheduled[split], rank_order, size).ravel()])
+        request = np.concatenate([request, np.repeat(split, bounds.shape[1] - 1)])
+        start = np.concatenate([start, bounds[:, :-1].ravel()])
+        row_end = np.concatenate([row_end, bounds[:, 1:].ravel()])
     return _sorted_rows(
-        size,
-        decode_unit,
-        num_computed,
-        num_scheduled,
-        is_prefill,
-        rank=np.concatenate([whole_rank, split_rank.ravel()]),
-        request=np.concatenate([whole, np.repeat(split, pieces)]),
-        start=np.concatenate([num_computed[whole], bounds[:, :-1].ravel()]),
-        end=np.concatenate([end[whole], bounds[:, 1:].ravel()]),
+        size, decode_unit, num_computed, num_scheduled, is_prefill, rank, request, start, row_end
     )
 
 

@@ -137,8 +137,14 @@ class KVCacheManager:
         table.block_ids += block_ids
         return block_ids
 
-    def cache_full_blocks(self, request: Request) -> None:
-        """Make the blocks that `num_computed_tokens` fills findable (see the rule of this module)."""
+    def cache_full_blocks(self, requests: Iterable[Request]) -> None:
+        """Make the blocks that their `num_computed_tokens` fill findable (see the rule of this module)."""
+        tables = self._tables
+        for request in requests:
+            if request.num_computed_tokens >= tables[request].next_full:
+                self._cache_full_blocks(request)
+
+    def _cache_full_blocks(self, request: Request) -> None:
         hashes = self.hashes_being_written(request)
         if not hashes:
             return

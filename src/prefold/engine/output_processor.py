@@ -237,7 +237,7 @@ class OutputProcessor:
         if stop_string_met:
             finish_reason, stop_reason = "stop", sample.text.stopped_by
         sample.finish_reason, sample.stop_reason = finish_reason, stop_reason
-        if group.finished:
+        if finish_reason is not None and group.finished:
             return self._finish(group, now), to_stop
         if group.stream and (new_token_ids or finish_reason is not None):
             return group, to_stop

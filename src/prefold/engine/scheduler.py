@@ -188,21 +188,24 @@ class Scheduler:
         step_id = self._next_step_id
         self._next_step_id += 1
         scheduled: dict[str, int] = {}
-        budget, cached, blocks_are_short = self._schedule_running(scheduled)
+        requests: list[Request] = []
+        budget, cached, blocks_are_short = self._schedule_running(scheduled, requests)
         # Whoever came in now would be the next to yield.
-        new = [] if blocks_are_short else self._schedule_waiting(budget, scheduled)
+        new = [] if blocks_are_short else self._schedule_waiting(budget, scheduled, requests)
         output = SchedulerOutput(step_id, new, cached, scheduled, finished_request_ids=[])
         if scheduled:
-            requests = [self.requests[request_id] for request_id in scheduled]
             for request in requests:
                 request.last_step_id = step_id
-                self.kv.cache_full_blocks(request)
+            self.kv.cache_full_blocks(requests)
             self._in_flight.append(_StepInFlight(step_id, requests))
             output.finished_request_ids, self._dropped_ids = self._dropped_ids, []
         return output
 
-    def _schedule_running(self, scheduled: dict[str, int]) -> tuple[int, list[CachedRequestData], bool]:
-        """Give running requests their tokens; (budget left, their data, did blocks run out).
+    def _schedule_running(
+        self, scheduled: dict[str, int], requests: list[Request]
+    ) -> tuple[int, list[CachedRequestData], bool]:
+        """Give running requests their tokens; (budget left, their data, did blocks run out). This and what it
+        calls run hundreds of times per step.
 
         When blocks run out the most recently admitted request yields: it has none of this step's
         tokens yet, since requests are served in order of admission. One that is in flight cannot:
@@ -212,25 +215,29 @@ class Scheduler:
         cached: list[CachedRequestData] = []
         decodes_left = self._decodes_per_step()
         blocks_are_short = False
+        running, allocate = self.running, self.kv.allocate
         i = 0
-        while i < len(self.running) and budget > 0:
-            request = self.running[i]
+        while i < len(running) and budget > 0:
+            request = running[i]
             tokens, computed = request.all_token_ids, request.num_computed_tokens
-            num_tokens = min(len(tokens) - computed, budget)
+            num_tokens = len(tokens) - computed
+            if num_tokens > budget:
+                num_tokens = budget
             is_decode = computed >= request.num_prefill_tokens
             if num_tokens == 0 or (is_decode and decodes_left == 0):
                 i += 1
                 continue
-            new_block_ids = self.kv.allocate(request, computed + num_tokens)
+            new_block_ids = allocate(request, computed + num_tokens)
             if new_block_ids is None:
                 blocks_are_short = True
-                if self._ended_in_flight or self._is_in_flight(self.running[-1]):
+                if self._ended_in_flight or self._is_in_flight(running[-1]):
                     break
-                self._requeue(self.running.pop())
+                self._requeue(running.pop())
                 continue
             new_token_ids = tokens[request.num_sent_tokens :]
             cached.append(CachedRequestData(request.request_id, new_token_ids, new_block_ids, computed))
             scheduled[request.request_id] = num_tokens
+            requests.append(request)
             request.num_sent_tokens = len(tokens)
             request.num_computed_tokens = computed + num_tokens
             budget -= num_tokens
@@ -240,17 +247,21 @@ class Scheduler:
 
     def _decodes_per_step(self) -> int:
         """How many decodes one step takes: an even share, so that every stage of a pipeline has some."""
+        if self.max_steps_in_flight == 1:
+            return len(self.running)
         num_decodes = sum(r.num_computed_tokens >= r.num_prefill_tokens for r in self.running)
         return -(-num_decodes // self.max_steps_in_flight)
 
-    def _schedule_waiting(self, budget: int, scheduled: dict[str, int]) -> list[NewRequestData]:
+    def _schedule_waiting(
+        self, budget: int, scheduled: dict[str, int], requests: list[Request]
+    ) -> list[NewRequestData]:
         """Admit waiting requests in order, until budget, seats or blocks are used up, or until one
         would compute what this step computes already: it shares that from the next step on."""
         new: list[NewRequestData] = []
         being_written: set[bytes] = set()
         if self.waiting:
-            for request_id in scheduled:
-                being_written.update(self.kv.hashes_being_written(self.requests[request_id]))
+            for request in requests:
+                being_written.update(self.kv.hashes_being_written(request))
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             request = self.waiting[0]
             if being_written and self.kv.next_block_hash(request) in being_written:
@@ -278,6 +289,7 @@ class Scheduler:
                 )
             )
             scheduled[request.request_id] = num_tokens
+            requests.append(request)
             request.num_sent_tokens = request.num_tokens
             request.num_computed_tokens = num_cached + num_tokens
             being_written.update(self.kv.hashes_being_written(request))
@@ -300,16 +312,18 @@ class Scheduler:
             return []
         assert [step_id] == [step.step_id for step in self._in_flight][:1], "steps are mixed up"
         events: list[tuple[Request, list[int]]] = []
-        for request in self._in_flight.popleft().requests:
-            if request.status is not RequestStatus.RUNNING:
+        requests = self._in_flight.popleft().requests
+        sampled_token_ids, errors, running = output.sampled_token_ids, output.errors, RequestStatus.RUNNING
+        for request in requests:
+            if request.status is not running:
                 continue
             request_id = request.request_id
-            if request_id in output.errors:
-                self._finish(request, RequestStatus.FINISHED_ERROR, output.errors[request_id])
+            if errors and request_id in errors:
+                self._finish(request, RequestStatus.FINISHED_ERROR, errors[request_id])
                 events.append((request, []))
                 continue
-            sampled = output.sampled_token_ids.get(request_id)
-            if self._is_in_flight(request) or request.num_computed_tokens < request.num_tokens:
+            sampled = sampled_token_ids.get(request_id)
+            if request.num_computed_tokens < len(request.all_token_ids) or self._is_in_flight(request):
                 assert not sampled, f"{request} was sampled in the middle of its prefill"
                 if request_id in output.prompt_logprobs:
                     events.append((request, []))
@@ -320,15 +334,19 @@ class Scheduler:
                 continue
             assert sampled, f"no token was sampled for {request}"
             events.append((request, self._append(request, sampled)))
-        if any(request.status.is_finished for request, _ in events):
-            self.running = [r for r in self.running if r.status is RequestStatus.RUNNING]
+        if any(request.status is not running for request, _ in events):
+            self.running = [request for request in self.running if request.status is running]
         self._free_ended()
         return events
 
     def _append(self, request: Request, sampled: list[int]) -> list[int]:
         """Append tokens up to the one that ends the request; those appended."""
+        tokens, end_token_ids = request.all_token_ids, request.end_token_ids
+        num_tokens = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
         for i, token_id in enumerate(sampled):
-            request.all_token_ids.append(token_id)
+            tokens.append(token_id)
+            if len(tokens) < num_tokens and token_id not in end_token_ids:
+                continue
             status = self._ended(request, token_id)
             if status is not None:
                 self._finish(request, status, self._stop_reason(request, token_id, status))
@@ -341,12 +359,8 @@ class Scheduler:
         """Why the request ends with this token, its latest; None: it goes on."""
         num_tokens = len(request.all_token_ids)
         num_output = num_tokens - request.num_prompt_tokens
-        params = request.sampling_params
-        if num_output >= params.min_tokens:
-            if token_id in request.eos_token_ids and not params.ignore_eos:
-                return RequestStatus.FINISHED_STOPPED
-            if token_id in params.stop_token_ids:
-                return RequestStatus.FINISHED_STOPPED
+        if num_output >= request.sampling_params.min_tokens and token_id in request.end_token_ids:
+            return RequestStatus.FINISHED_STOPPED
         if num_output >= request.max_tokens or num_tokens >= self.max_model_len:
             return RequestStatus.FINISHED_LENGTH
         return None

@@ -7,6 +7,7 @@ row indices; nothing is compacted when a request leaves.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -57,8 +58,8 @@ class RequestStates:
                 self._free_rows.append(row)
         for new in step.new_requests:
             self._add(new)
-        for cached in step.cached_requests:
-            self._extend(cached)
+        if step.cached_requests:
+            self._extend(step.cached_requests)
 
     def _add(self, new: NewRequestData) -> None:
         assert new.request_id not in self.row_of, new.request_id
@@ -74,16 +75,18 @@ class RequestStates:
         self.block_ids[row, : len(new.block_ids)] = new.block_ids
         self.num_blocks[row] = len(new.block_ids)
 
-    def _extend(self, cached: CachedRequestData) -> None:
-        row = self.row_of[cached.request_id]
-        if cached.new_token_ids:
-            start = self.num_tokens[row]
-            end = start + len(cached.new_token_ids)
-            self.token_ids[row, start:end] = cached.new_token_ids
-            self.num_tokens[row] = end
-        if cached.new_block_ids:
-            start = self.num_blocks[row]
-            end = start + len(cached.new_block_ids)
-            self.block_ids[row, start:end] = cached.new_block_ids
-            self.num_blocks[row] = end
-        self.num_computed_tokens[row] = cached.num_computed_tokens
+    def _extend(self, cached: list[CachedRequestData]) -> None:
+        rows = np.array([self.row_of[request.request_id] for request in cached])
+        self.num_computed_tokens[rows] = [request.num_computed_tokens for request in cached]
+        tokens = list(chain.from_iterable(request.new_token_ids for request in cached))
+        counts = np.array([len(request.new_token_ids) for request in cached])
+        begin = np.cumsum(counts) - counts
+        position = np.arange(len(tokens)) + np.repeat(self.num_tokens[rows] - begin, counts)
+        self.token_ids[np.repeat(rows, counts), position] = tokens
+        self.num_tokens[rows] += counts
+        for request, row in zip(cached, rows.tolist()):
+            if request.new_block_ids:
+                start = self.num_blocks[row]
+                end = start + len(request.new_block_ids)
+                self.block_ids[row, start:end] = request.new_block_ids
+                self.num_blocks[row] = end

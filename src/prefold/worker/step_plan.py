@@ -83,7 +83,7 @@ class _Planner:
         self._device = device
         num_blocks = -(-int((batch.num_computed + batch.num_scheduled).max(initial=0)) // states.block_size)
         blocks = states.block_ids[batch.rows, :num_blocks].astype(np.int64)
-        self._block_ids = self._tensor(blocks).unbind(0)
+        self._block_ids = self._tensor(blocks)
         # A row of decode tokens is computed by a whole unit if the cache is sharded.
         self._is_shared = ~batch.is_prefill & (place.ownership.dcp_size > 1)
         self._way = self._choose_ways()
