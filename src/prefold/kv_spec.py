@@ -6,8 +6,19 @@ from dataclasses import dataclass
 
 from prefold.config import DTYPES, GQAConfig, MLAConfig
 
-CACHE_DTYPES = {"auto": "auto", **{name: name for name in DTYPES}, "bf16": "bfloat16"}
+FP8 = "fp8_e4m3"
+
+CACHE_DTYPES = {
+    "auto": "auto",
+    **{name: name for name in DTYPES},
+    FP8: FP8,
+    "bf16": "bfloat16",
+    "fp8": FP8,
+}
 """What `kv_cache_dtype` may be, and what it means. "auto" is the model's dtype."""
+
+FP8_ALIGNMENT = 16
+"""Bytes that a part of a row is padded to a multiple of, in FP8."""
 
 
 def resolve_cache_dtype(kv_cache_dtype: str, model_dtype: str) -> str:
@@ -39,8 +50,16 @@ class RowPart:
         return self.num_heads * self.head_dim + self.rotary_dim
 
     def num_bytes(self, cache_dtype: str) -> int:
-        """What it is stored in."""
-        return self.dim * DTYPES[cache_dtype]
+        """What it is stored in. In FP8 that is a byte per element and one per head for its scale, but
+        two bytes per rotary element, which stay bfloat16 (kernels.fp8).
+
+        >>> RowPart(1, 512, 64).num_bytes("bfloat16"), RowPart(1, 512, 64).num_bytes("fp8_e4m3")
+        (1152, 656)
+        """
+        if cache_dtype != FP8:
+            return self.dim * DTYPES[cache_dtype]
+        used = self.num_heads * (self.head_dim + 1) + 2 * self.rotary_dim
+        return -(-used // FP8_ALIGNMENT) * FP8_ALIGNMENT
 
 
 def row_parts(attention: MLAConfig | GQAConfig, tp: int) -> tuple[RowPart, ...]:

@@ -11,6 +11,9 @@ from collections.abc import Sequence
 
 import torch
 
+NAN_BYTE = 0xFF
+"""NaN, where bytes stand for floats: float32, bfloat16, and rows of the KV cache in FP8."""
+
 
 class Workspace:
     """A rank's scratch memory. Contents of a buffer are undefined when it is handed out.
@@ -35,6 +38,8 @@ class Workspace:
         view = flat[:numel].view(*shape)
         if self._poison and dtype.is_floating_point:
             view.fill_(float("nan"))
+        elif self._poison and dtype == torch.uint8:
+            view.fill_(NAN_BYTE)
         return view
 
     @property

@@ -93,11 +93,12 @@ def test_ranks_without_tokens_join_in(way: str):
         assert len({tuple(result.gathers) for result in results}) == 1
 
 
+@pytest.mark.parametrize("cache_dtype", ["bfloat16", "fp8_e4m3"])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_cache_in_bfloat16(way: str):
+def test_a_cache_of_few_bits(way: str, cache_dtype: str):
     """Queries and sums stay float32; keys and values are what the cache holds, on every rank."""
     for size in (1, 3):
-        check_step(BATCHES["mixed"], Layout(size, way=way, dtype=torch.bfloat16))
+        check_step(BATCHES["mixed"], Layout(size, way=way, cache_dtype=cache_dtype))
 
 
 @pytest.mark.parametrize("way", WAYS)

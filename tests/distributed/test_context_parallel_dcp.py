@@ -116,9 +116,10 @@ def test_ranks_without_tokens_or_keys_join_in(sizes: tuple[int, int, int], way: 
         check_step(requests, layout_of(sizes, way=way))
 
 
+@pytest.mark.parametrize("cache_dtype", ["bfloat16", "fp8_e4m3"])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_cache_in_bfloat16(sizes: tuple[int, int, int], way: str):
-    check_step(BATCHES["mixed"], layout_of(sizes, way=way, dtype=torch.bfloat16))
+def test_a_cache_of_few_bits(sizes: tuple[int, int, int], way: str, cache_dtype: str):
+    check_step(BATCHES["mixed"], layout_of(sizes, way=way, cache_dtype=cache_dtype))
 
 
 @pytest.mark.parametrize("piece", [1, 7, 16])

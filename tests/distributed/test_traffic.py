@@ -148,7 +148,7 @@ def sparse_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("layout", ["TP2 PCP2", "PP2 PCP2 EP"])
 def test_sparse_attention_gathers_index_keys_with_the_rest(sparse_folder: Path, layout: str) -> None:
     """One all-gather per layer: the formula counts bytes, the calls are those of dense attention."""
-    test_every_rank_sends_what_the_formula_says(sparse_folder, layout)
+    check_every_rank(sparse_folder, layout)
     with ThreadLLM(str(sparse_folder), **OPTIONS, **layout_options("PCP2")) as llm:
         recorder = record(llm, [200], max_tokens=1)
         assert recorder.outputs[0][0].stats.calls["pcp.all_gather"] == llm.engine.config.model.num_layers
@@ -156,8 +156,27 @@ def test_sparse_attention_gathers_index_keys_with_the_rest(sparse_folder: Path, 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_rank_sends_what_the_formula_says(folder: Path, layout: str) -> None:
+    check_every_rank(folder, layout)
+
+
+@pytest.mark.parametrize("layout", ["PCP3", "PP2 PCP2"])
+def test_rows_in_fp8_travel_as_they_are_stored(folder: Path, sparse_folder: Path, layout: str) -> None:
+    """Also index keys, where there are any."""
+    for model in (folder, sparse_folder):
+        check_every_rank(model, layout, kv_cache_dtype="fp8")
+    with ThreadLLM(str(folder), **OPTIONS, **layout_options("PCP2"), kv_cache_dtype="fp8") as llm:
+        mla, num_layers = llm.engine.config.model.mla, llm.engine.config.model.num_layers
+        assert (mla.kv_lora_rank, mla.qk_rope_head_dim) == (32, 8)
+        (output,) = record(llm, [60], max_tokens=1).outputs[0]
+        hidden_bytes = llm.engine.config.model.hidden_size * 4
+        # 2 * 8 + 32 + 1, padded to 64.
+        assert output.stats.bytes_sent["pcp.all_gather"] == num_layers * 30 * 64 + hidden_bytes
+
+
+def check_every_rank(folder: Path, layout: str, kv_cache_dtype: str = "auto") -> None:
     """Summed over the steps: the ranks of a pipeline or of several replicas are in different ones."""
-    with ThreadLLM(str(folder), **OPTIONS, check_step_plans="off", **layout_options(layout)) as llm:
+    options = {"check_step_plans": "off", "kv_cache_dtype": kv_cache_dtype, **layout_options(layout)}
+    with ThreadLLM(str(folder), **OPTIONS, **options) as llm:
         config, executor = llm.engine.config, llm.executor
         ids = SentIds(executor)
         recorder = record(llm, [100, 3, 57, 1, 1], max_tokens=5)

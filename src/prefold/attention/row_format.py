@@ -15,7 +15,9 @@ from typing import Protocol
 import torch
 
 from prefold.config import GQAConfig, MLAConfig
-from prefold.kv_spec import row_parts
+from prefold.kernels import fp8
+from prefold.kv_spec import FP8, RowPart, row_parts
+from prefold.workspace import Workspace
 
 
 class RowFormat(Protocol):
@@ -60,7 +62,38 @@ class PlainFormat:
         return stored
 
 
-def row_formats(attention: MLAConfig | GQAConfig, tp: int, cache_dtype: str) -> tuple[RowFormat, ...]:
+class FP8Format:
+    """See RowFormat. Bytes, as kernels.fp8 describes them; decoded rows are bfloat16, exactly."""
+
+    dtype = torch.uint8
+    is_plain = False
+
+    def __init__(self, part: RowPart, workspace: Workspace) -> None:
+        self._shape = fp8.FP8Rows(part.num_heads, part.head_dim, part.rotary_dim)
+        self.dim, self.width = part.dim, part.num_bytes(FP8)
+        self._workspace = workspace
+
+    def encode(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """See RowFormat.encode."""
+        if fp8.can_serve(rows):
+            fp8.encode(self._shape, rows.float(), out)
+        else:
+            fp8.encode_with_torch(self._shape, rows, out)
+
+    def decode(self, stored: torch.Tensor) -> torch.Tensor:
+        """See RowFormat.decode."""
+        shape = (len(stored), self.dim)
+        rows = self._workspace.get(f"row_format.{self.dim}", shape, torch.bfloat16)
+        decode = fp8.decode if fp8.can_serve(stored) else fp8.decode_with_torch
+        decode(self._shape, stored, rows)
+        return rows
+
+
+def row_formats(
+    attention: MLAConfig | GQAConfig, tp: int, cache_dtype: str, workspace: Workspace
+) -> tuple[RowFormat, ...]:
     """Formats of the parts of a row on one of `tp` ranks, in their order."""
-    dtype = getattr(torch, cache_dtype)
-    return tuple(PlainFormat(part.dim, dtype) for part in row_parts(attention, tp))
+    parts = row_parts(attention, tp)
+    if cache_dtype == FP8:
+        return tuple(FP8Format(part, workspace) for part in parts)
+    return tuple(PlainFormat(part.dim, getattr(torch, cache_dtype)) for part in parts)

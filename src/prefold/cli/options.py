@@ -57,7 +57,8 @@ class EngineOptions:
         local_rank: Not for users: which of them this is.
         threads_per_rank: CPU threads of a rank.
         dtype: Of weights. auto is the checkpoint's own.
-        kv_cache_dtype: How the KV cache is stored. auto is the dtype above.
+        kv_cache_dtype: How the KV cache is stored. auto is the dtype above. fp8_e4m3 takes a byte per
+            element, and two for the rotated part of latents.
         compute_dtype: Of activations and matrix multiplications. auto is the dtype above, or float32 where
             the machine is slow at bfloat16.
         max_model_len: Longest prompt and output together.
@@ -101,7 +102,7 @@ class EngineOptions:
     local_rank: Annotated[int, tyro.conf.Suppress] = 0
     threads_per_rank: Annotated[int | None, number(default="cores / ranks")] = None
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "bf16"] = "auto"
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "fp8_e4m3", "bf16", "fp8"] = "auto"
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     max_model_len: Annotated[int | None, number(default="the model's limit, or what the KV cache holds")] = (
         None

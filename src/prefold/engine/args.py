@@ -73,7 +73,8 @@ class EngineArgs:
     dtype: str = "auto"
     """Of weights: auto (the checkpoint's), float32 or bfloat16."""
     kv_cache_dtype: str = "auto"
-    """How the KV cache is stored: float32, bfloat16 (bf16), or as `dtype` says."""
+    """How the KV cache is stored: auto (as `dtype` says), float32, bfloat16 (bf16), or fp8_e4m3 (fp8): a byte
+    per element (kv_spec, kernels.fp8)."""
     compute_dtype: str = "auto"
     """Of activations and matrix multiplications: auto (the faster one on this machine, never less
     precise than dtype), float32 or bfloat16."""

@@ -23,13 +23,15 @@ from prefold.config import MLAConfig
 from prefold.distributed.group import Group
 from prefold.distributed.mesh import Mesh
 from prefold.kv_ownership import KVOwnership
+from prefold.kv_spec import row_bytes
 from prefold.request import SamplingParams
 from prefold.step import NewRequestData, SchedulerOutput
 from prefold.testing.threads import ThreadGroup, run_mesh_threads
 from prefold.worker.global_batch import GlobalBatch
+from prefold.worker.kv_cache import allocate_kv_cache
 from prefold.worker.pcp_manager import PCPManager
 from prefold.worker.request_states import RequestStates
-from prefold.workspace import Workspace
+from prefold.workspace import NAN_BYTE, Workspace
 
 NUM_LAYERS, HEADS_PER_RANK, HIDDEN, SCALE = 2, 3, 5, 0.4
 TOLERANCE = 2e-5
@@ -80,7 +82,7 @@ class Layout:
     way: str = "auto"
     tile: int = 16
     min_split: int = 0
-    dtype: torch.dtype = torch.float32
+    cache_dtype: str = "float32"
 
     @property
     def mla(self) -> MLAConfig:
@@ -100,7 +102,7 @@ class Layout:
             self.mla,
             HEADS_PER_RANK,
             self.mla.token_dim,
-            self.mla.token_dim * self.dtype.itemsize,
+            row_bytes(self.mla, self.tp, self.cache_dtype),
             self.pcp,
             self.dcp,
             tile_tokens=self.tile,
@@ -114,6 +116,7 @@ class Step:
 
     def __init__(self, requests: Sequence[Req], layout: Layout, seed: int = 0) -> None:
         self.requests, self.layout = requests, layout
+        (self.format,) = row_formats(layout.mla, layout.tp, layout.cache_dtype, Workspace())
         mla = layout.mla
         rng = np.random.default_rng(seed)
         counts = [-(-r.end // layout.ownership.virtual_block_size) for r in requests]
@@ -160,21 +163,30 @@ class Step:
         return slots
 
     def cache(self, dcp_rank: int, new: bool) -> torch.Tensor:
-        """[layers, blocks, block_size, token_dim]: contexts, with `new` also this step's KV, else NaN."""
-        shape = (NUM_LAYERS, self.num_blocks, self.layout.block_size, self.layout.mla.token_dim)
-        cache = torch.full(shape, torch.nan).to(self.layout.dtype)
+        """[layers, blocks, block_size, width]: contexts, with `new` also this step's KV, else NaN."""
+        formats, block_size = (self.format,), self.layout.block_size
+        cache = allocate_kv_cache(
+            NUM_LAYERS, self.num_blocks, block_size, formats, torch.device("cpu"), poison=True
+        )
         for i, r in enumerate(self.requests):
             num = r.end if new else r.num_computed
             slots = torch.tensor(self.slots(i, dcp_rank)[:num], dtype=torch.int64)
-            held = self.kv[i][:, :num][:, slots >= 0].to(cache.dtype)
-            cache.flatten(1, 2)[:, slots[slots >= 0]] = held
+            held = self.stored(self.kv[i][:, :num][:, slots >= 0].flatten(0, 1))
+            cache.flatten(1, 2)[:, slots[slots >= 0]] = held.unflatten(0, (NUM_LAYERS, -1))
         return cache
 
+    def stored(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows [n, dim] as the cache has them, padding poisoned."""
+        out = torch.empty(len(rows), self.format.width, dtype=self.format.dtype)
+        out.fill_(torch.nan if out.is_floating_point() else NAN_BYTE)
+        self.format.encode(rows, out)
+        return out
+
     def expected(self, layer: int) -> torch.Tensor:
-        """[T, heads, v] float64, each request on its own; KV rounded to the cache's dtype."""
+        """[T, heads, v] float64, each request on its own; KV as it comes out of the cache."""
         outs, mla = [], self.layout.mla
         for q, kv, r in zip(self.q, self.kv, self.requests):
-            latent = kv[layer].to(self.layout.dtype).double()
+            latent = self.format.decode(self.stored(kv[layer])).double()
             kv_c, k_pe = latent.split([mla.kv_lora_rank, mla.qk_rope_head_dim], dim=-1)
             k_nope = torch.einsum("sc,hdc->hsd", kv_c, self.w_uk.double())
             k = torch.cat((k_nope, k_pe.expand(len(k_nope), -1, -1)), dim=-1)
@@ -225,7 +237,7 @@ def run_rank(groups: dict[str, ThreadGroup], step: Step, wanted: np.ndarray) -> 
         attention=layout.mla,
         scale=SCALE,
         kv_cache=cache,
-        formats=row_formats(layout.mla, layout.tp, str(layout.dtype).removeprefix("torch.")),
+        formats=row_formats(layout.mla, layout.tp, layout.cache_dtype, workspace),
         groups=as_groups,
         ownership=ownership,
         backend=backend,

@@ -48,10 +48,12 @@ class Oracle:
     Args:
         llm: the single rank, without prefix cache.
         num_tokens: to generate for each prompt.
+        lead: see LEAD.
     """
 
-    def __init__(self, llm: LLM, num_tokens: int = 8) -> None:
+    def __init__(self, llm: LLM, num_tokens: int = 8, lead: float = LEAD) -> None:
         self.llm = llm
+        self._lead = lead
         self.params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
         self._asked = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, logprobs=2)
         self._known: dict[tuple[int, ...], tuple[list[int], float]] = {}
@@ -63,11 +65,11 @@ class Oracle:
     def prompt(self, length: int, seed: int = 0, start: Sequence[int] = ()) -> list[int]:
         """`length` tokens that begin with `start` and whose continuation does not depend on rounding."""
         vocab_size = self.llm.engine.config.model.vocab_size
-        for attempt in range(20):
+        for attempt in range(60):
             rng = random.Random(f"{length}/{seed}/{attempt}")
             tail = [rng.randrange(vocab_size) for _ in range(length - len(start))]
             prompt = [*start, *tail]
-            if self._ask(prompt)[1] >= LEAD:
+            if self._ask(prompt)[1] >= self._lead:
                 return prompt
         raise AssertionError(f"every prompt of {length} tokens that was tried ends near a tie")
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from prefold.attention.row_format import RowFormat
+from prefold.workspace import NAN_BYTE
 
 
 def allocate_kv_cache(
@@ -27,5 +28,5 @@ def allocate_kv_cache(
     shape = (num_layers, num_blocks, block_size, width)
     cache = torch.empty(shape, dtype=formats[0].dtype, device=device)
     if poison:
-        cache.fill_(float("nan"))
+        cache.fill_(float("nan") if cache.is_floating_point() else NAN_BYTE)
     return cache

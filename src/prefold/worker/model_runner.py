@@ -55,7 +55,7 @@ class ModelRunner:
             model, groups["tp"], self.workspace, runtime, max_model_len, layers, self._experts
         )
         load_weights(self._model, model.path)
-        self._formats = row_formats(model.attention, groups["tp"].size, cache.cache_dtype)
+        self._formats = row_formats(model.attention, groups["tp"].size, cache.cache_dtype, self.workspace)
         self.kv_cache = allocate_kv_cache(
             len(layers), cache.num_blocks, cache.block_size, self._formats, device, runtime.debug_poison
         )
