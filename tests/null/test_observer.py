@@ -201,7 +201,9 @@ def test_steps_in_flight_are_shown():
     (flying,) = engine.snapshot().in_flight
     assert (flying.step_id, flying.duration_s, flying.num_prefill_tokens) == (step.step_id, 0.75, 20)
     assert flying.rank_tokens == []
+    assert engine.observer.is_in_prefill
     engine.complete(step)
+    assert not engine.observer.is_in_prefill
     snapshot = engine.snapshot()
     assert snapshot.in_flight == []
     assert snapshot.steps[0].rows == flying.rows

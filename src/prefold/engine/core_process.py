@@ -40,6 +40,10 @@ from prefold.engine.executor import SHUTDOWN_GRACE_S, EngineDeadError, MultiProc
 from prefold.engine.observer import EngineObserver
 
 SNAPSHOT_EVERY_S = 0.1
+PREFILL_SNAPSHOT_EVERY_S = 0.02
+"""Steps with a prefill may take long: most of them are to be seen while they do."""
+MESSAGES_S = 0.02
+"""How long messages are handled between two steps; at least one is."""
 IDLE_S = 1.0
 """How long to sleep at most while there is nothing to do; whatever happens ends the sleep."""
 LEAVE_S = SHUTDOWN_GRACE_S + 3.0
@@ -87,23 +91,29 @@ class HttpLink:
         return [self._inbox.popleft() for _ in range(len(self._inbox))]
 
     def _serve(self) -> None:
+        try:
+            self._read_and_write()
+        except (OSError, EOFError):
+            pass  # the HTTP process is gone
+        except Exception:
+            logger.exception("the engine process ends because of an error")
+        _end_in_good_order()
+
+    def _read_and_write(self) -> None:
+        """Until it is told to quit."""
         while True:
             writers = [self._channel] if self._channel.has_unsent else []
             readable, writable, _ = select.select([self._channel, self._unsent], writers, [])
             if self._unsent in readable:
                 os.eventfd_read(self._unsent)
-            try:
-                if writable:
-                    with self._sending:
-                        self._channel.flush()
-                messages = self._channel.receive() if self._channel in readable else []
-            except (OSError, EOFError):
-                _end_in_good_order()
-            for message in messages:
+            if writable:
+                with self._sending:
+                    self._channel.flush()
+            for message in self._channel.receive() if self._channel in readable else ():
                 if message.kind == kinds.PING:
                     self.send(kinds.PONG, message.body)
                 elif message.kind == kinds.QUIT:
-                    _end_in_good_order()
+                    return
                 else:
                     self._inbox.append(message)
                     os.eventfd_write(self.wakeup, 1)
@@ -111,7 +121,7 @@ class HttpLink:
 
 def _end_in_good_order() -> NoReturn:
     """Let the main thread end the ranks, wherever it is; for the thread that reads."""
-    os.kill(os.getpid(), signal.SIGTERM)
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
     time.sleep(LEAVE_S)
     os._exit(1)
 
@@ -123,6 +133,7 @@ class CoreProcess:
         self._link = link
         self._encoder = msgspec.msgpack.Encoder()
         self._snapshot_at = 0.0
+        self._inbox: deque[Message] = deque()
         self._added: list[str] = []
         """First samples of the requests that came since the last step was scheduled."""
         config = setup.config
@@ -135,8 +146,7 @@ class CoreProcess:
         self._link.send(kinds.READY, encode(CoreReady(pids)))
         was_busy = True
         while True:
-            for kind, body in self._link.take():
-                self._handle(kind, body)
+            self._handle_messages()
             if self._core.has_unfinished_requests:
                 self._step()
                 was_busy = True
@@ -144,7 +154,16 @@ class CoreProcess:
             if was_busy:
                 self._send_snapshot(time.monotonic())
                 was_busy = False
-            self._core.wait(IDLE_S)
+            if not self._inbox:
+                self._core.wait(IDLE_S)
+
+    def _handle_messages(self) -> None:
+        """In the order in which they came. To hash the blocks of long prompts takes a while, and the requests
+        that run do not wait for many of them."""
+        self._inbox.extend(self._link.take())
+        deadline = time.monotonic() + MESSAGES_S
+        while self._inbox and time.monotonic() < deadline:
+            self._handle(*self._inbox.popleft())
 
     def shutdown(self) -> None:
         self._core.shutdown()
@@ -156,7 +175,6 @@ class CoreProcess:
         samples = self._core.collect()
         if samples:
             self._send(kinds.OUTPUTS, CoreOutputs(time.monotonic(), samples))
-            self._send_snapshot_if_due()
 
     def _say_who_runs(self, scheduled: list[ScheduledSample]) -> None:
         """Before the step is waited for: a prompt may take long, and its request does not wait any more."""
@@ -203,12 +221,14 @@ class CoreProcess:
         return CheckReport(error, sum(pool.num_blocks - pool.num_free_blocks for pool in pools))
 
     def _send_snapshot_if_due(self) -> None:
+        """When a step has just been handed out, so that it shows what is computed until the next one."""
         now = time.monotonic()
-        if now >= self._snapshot_at:
+        every_s = PREFILL_SNAPSHOT_EVERY_S if self._observer.is_in_prefill else SNAPSHOT_EVERY_S
+        if now >= self._snapshot_at + every_s:
             self._send_snapshot(now)
 
     def _send_snapshot(self, now: float) -> None:
-        self._snapshot_at = now + SNAPSHOT_EVERY_S
+        self._snapshot_at = now
         self._send(kinds.SNAPSHOT, self._observer.snapshot(self._core.schedulers, now))
 
     def _send(self, kind: bytes, message: msgspec.Struct) -> None:
@@ -232,6 +252,7 @@ def main(fd: int) -> int:
     signal.signal(signal.SIGTERM, _leave)
     link = HttpLink(socket.socket(fileno=fd))
     process: CoreProcess | None = None
+    failure: CoreFailure | None = None
     try:
         (kind, body), *_ = _wait_for_setup(link)
         assert kind == kinds.SETUP, kind
@@ -242,15 +263,16 @@ def main(fd: int) -> int:
         process = CoreProcess(link, setup)
         process.run()
     except (ValueError, EngineDeadError) as error:
-        link.send(kinds.FAILED, encode(CoreFailure(str(error), isinstance(error, ValueError))))
+        failure = CoreFailure(str(error), isinstance(error, ValueError))
     except Exception as error:
         logger.exception("the engine process ends because of an error")
-        link.send(kinds.FAILED, encode(CoreFailure(f"the engine is dead: {error!r}")))
+        failure = CoreFailure(f"the engine is dead: {error!r}")
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if process is not None:
             process.shutdown()
-        link.flush()
+    link.send(kinds.FAILED, encode(failure))
+    link.flush()
     return 1
 
 

@@ -189,6 +189,11 @@ class EngineObserver:
             rows=pending.rows,
         )
 
+    @property
+    def is_in_prefill(self) -> bool:
+        """Whether a step in flight holds a prefill."""
+        return any(pending.num_prefill_tokens for pending in self._in_flight.values())
+
     def snapshot(self, schedulers: Sequence[Scheduler], now: float) -> EngineSnapshot:
         """The engine as it is now, with the steps that were done since the last snapshot."""
         totals = self.totals
