@@ -2,8 +2,8 @@
 
     python benchmarks/host_overhead.py [--seqs 256] [--pcp 8] [--dcp 1] [--context 2000]
 
-Median and least CPU time over decode steps in this process, with no rank running: one line per part, and where
-it runs. The parts of the ranks run on all ranks at the same time. Run it on an idle machine.
+Median and least CPU time over decode steps in this process, with no rank running: one line per part, and
+where it runs. The parts of the ranks run on all ranks at the same time. Run it on an idle machine.
 """
 
 from __future__ import annotations

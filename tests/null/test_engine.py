@@ -373,6 +373,28 @@ def test_steps_of_aborted_requests_are_waited_for():
     assert run(engine) == {}
 
 
+def test_a_step_that_is_waited_for_keeps_nobody_from_an_idle_replica():
+    """What `collect` returns when the executor is woken: nothing, and all goes on afterwards."""
+    woken = []
+
+    class Woken(FakeExecutor):
+        def receive(self) -> tuple[int, ModelRunnerOutput] | None:
+            return woken.pop() if woken else super().receive()
+
+    engine, executor = make(Woken(max), dp=2, max_num_batched_tokens=256)
+    engine.add_request("long", prompt_of(1000), GREEDY)
+    woken.append(None)
+    assert engine.step() == []
+    assert [replica for replica, _ in executor.submitted] == [0]
+    engine.add_request("short", prompt_of(3, 5), GREEDY)
+    assert [output.request_id for output in engine.step()] == ["short"]
+    assert [replica for replica, _ in executor.submitted] == [0, 1]
+    assert {name: o.outputs[0].token_ids for name, o in run(engine).items()} == {
+        "long": expected(prompt_of(1000)),
+        "short": expected(prompt_of(3, 5)),
+    }
+
+
 # -------------------------------------------------------------------- failure
 
 

@@ -29,6 +29,8 @@ from prefold.engine.launch import describe_exit, python_environment
 
 QUIT_S = 10.0
 """How long an engine process may take to end its ranks and leave."""
+LEAVE_S = 1.0
+"""The same for one that has failed: it leaves by itself, unless it is stopped."""
 KILL_S = 5.0
 """How long the kernel may take to end a killed process."""
 PING_EVERY_S = 1.0
@@ -193,7 +195,7 @@ class CoreClient:
         await asyncio.gather(self._watcher, *self._tasks, return_exceptions=True)
         self.ready.cancel()
         # Not to be left half-way: a second Ctrl-C must not leave a process behind.
-        await asyncio.shield(asyncio.to_thread(self._reap, QUIT_S if asked else 0.0))
+        await asyncio.shield(asyncio.to_thread(self._reap, QUIT_S if asked else LEAVE_S))
 
     def _reap(self, grace_s: float) -> None:
         """Wait for its end; kill it if that takes longer. Its ranks end with it."""
