@@ -318,6 +318,7 @@ class RuntimeConfig:
             forced where it is possible: "local", "sliced", "query" or "kv" (attention.context_ways).
         check_step_plans: ranks compare a hash of each step's plan.
         trace: file for a trace of all steps (tracing); empty: none.
+        weight_memory: "expanded", or "quantized": quantised weights stay as they are stored.
     """
 
     device: str = "cpu"
@@ -332,6 +333,7 @@ class RuntimeConfig:
     context_attention: str = "auto"
     check_step_plans: bool = True
     trace: str = ""
+    weight_memory: str = "expanded"
 
 
 @dataclass(frozen=True)

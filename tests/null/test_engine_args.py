@@ -40,7 +40,7 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineArgs:
         "torch_dtype": "float32",
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    monkeypatch.setattr(args_module, "check_checkpoint_files", lambda path: None)
+    monkeypatch.setattr(args_module, "check_checkpoint_files", lambda path: {})
     monkeypatch.setattr(args_module, "available_cores", lambda: 64)
     return EngineArgs(str(tmp_path), block_size=4, num_blocks=10)
 

@@ -59,6 +59,9 @@ class EngineOptions:
         dtype: Of weights. auto is the checkpoint's own.
         kv_cache_dtype: How the KV cache is stored. auto is the dtype above. fp8_e4m3 takes a byte per
             element, and two for the rotated part of latents.
+        weight_memory: Quantised weights: expanded to dtype when loaded, quantized (as they are stored,
+            decoded at each use: less memory), or auto: expanded where that takes at most half of the free
+            memory.
         compute_dtype: Of activations and matrix multiplications. auto is the dtype above, or float32 where
             the machine is slow at bfloat16.
         max_model_len: Longest prompt and output together.
@@ -103,6 +106,7 @@ class EngineOptions:
     threads_per_rank: Annotated[int | None, number(default="cores / ranks")] = None
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "fp8_e4m3", "bf16", "fp8"] = "auto"
+    weight_memory: Literal["auto", "expanded", "quantized"] = "auto"
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     max_model_len: Annotated[int | None, number(default="the model's limit, or what the KV cache holds")] = (
         None

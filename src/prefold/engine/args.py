@@ -17,6 +17,7 @@ from prefold.config import (
     SchedulerConfig,
 )
 from prefold.distributed.layouts import check_layout, fullest_kv_spec
+from prefold.engine.weight_memory import WEIGHT_MEMORY, resolve_weight_memory
 from prefold.hardware import available_cores, available_memory, fast_bfloat16
 from prefold.hf_config import load_model_config
 from prefold.kv_spec import CACHE_DTYPES, resolve_cache_dtype
@@ -75,6 +76,9 @@ class EngineArgs:
     kv_cache_dtype: str = "auto"
     """How the KV cache is stored: auto (as `dtype` says), float32, bfloat16 (bf16), or fp8_e4m3 (fp8): a byte
     per element (kv_spec, kernels.fp8)."""
+    weight_memory: str = "auto"
+    """Quantised weights: expanded to dtype when loaded, quantized (as they are stored, decoded at each use:
+    less memory), or auto: expanded where that takes at most half of the free memory."""
     compute_dtype: str = "auto"
     """Of activations and matrix multiplications: auto (the faster one on this machine, never less
     precise than dtype), float32 or bfloat16."""
@@ -131,7 +135,9 @@ class EngineArgs:
         model = load_model_config(self.model, dtype=self.dtype)
         parallel = ParallelConfig.of(self)
         check_layout(model, parallel, self.block_size)
-        check_checkpoint_files(model.path)
+        entries = check_checkpoint_files(model.path)
+        asked = self.weight_memory if self.device == "cpu" else "expanded"
+        weight_memory = resolve_weight_memory(asked, model, parallel, entries)
         cache = self._cache_config(model, parallel)
         max_model_len = self._max_model_len(model, parallel, cache)
         return EngineConfig(
@@ -139,7 +145,7 @@ class EngineArgs:
             parallel=parallel,
             cache=cache,
             scheduler=SchedulerConfig(self.max_num_seqs, self._step_tokens(), max_model_len),
-            runtime=self._runtime_config(model, parallel),
+            runtime=self._runtime_config(model, parallel, weight_memory),
             seed=self.seed,
             cluster=self._cluster_config(),
         )
@@ -193,6 +199,7 @@ class EngineArgs:
             "compute_dtype": ("auto", *DTYPES),
             "kv_cache_dtype": tuple(CACHE_DTYPES),
             "device": ("cpu", "cuda"),
+            "weight_memory": WEIGHT_MEMORY,
             "transport": ("shm", "gloo"),
             "context_attention": CONTEXT_ATTENTION,
             "check_step_plans": ("auto", "on", "off"),
@@ -200,6 +207,8 @@ class EngineArgs:
         for name, legal in choices.items():
             if getattr(self, name) not in legal:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(legal)}")
+        if self.weight_memory == "quantized" and self.device != "cpu":
+            raise ValueError(f"weight_memory='quantized' needs device='cpu', not {self.device!r}")
         if self.num_blocks is not None and self.kv_cache_memory_bytes is not None:
             raise ValueError("num_blocks and kv_cache_memory_bytes both set the KV cache's size: give one")
 
@@ -259,7 +268,9 @@ class EngineArgs:
             )
         return wanted
 
-    def _runtime_config(self, model: ModelConfig, parallel: ParallelConfig) -> RuntimeConfig:
+    def _runtime_config(
+        self, model: ModelConfig, parallel: ParallelConfig, weight_memory: str
+    ) -> RuntimeConfig:
         cores, local = available_cores(), parallel.world_size // parallel.nnodes
         threads = self.threads_per_rank or max(1, cores // local)
         if self.device == "cpu" and local * threads > cores:
@@ -282,6 +293,7 @@ class EngineArgs:
             debug_poison=self.debug_poison,
             context_attention=self.context_attention,
             check_step_plans=self._checks_plans(parallel),
+            weight_memory=weight_memory,
             trace="" if self.trace is None else checked_trace_path(self.trace),
         )
 

@@ -101,6 +101,7 @@ class InProcessExecutor:
         from prefold.worker.worker import start_worker  # imports torch: only where a rank runs
 
         self._worker: Worker | None = start_worker(config, 0, None)
+        logger.info("rank 0 is ready: %.0f MiB of weights", self._worker.info().weight_bytes / 2**20)
         self._wakeup = wakeup
         self._steps: deque[SchedulerOutput] = deque()
 
@@ -200,7 +201,13 @@ class MultiProcessExecutor:
                 rank.pid = info.pid
                 if info.digest != digest:
                     self._fail(RankFailure(f"rank {rank.rank} runs another configuration: {info.digest}"))
-                logger.info("rank %d is ready: process %d on cores %s", rank.rank, info.pid, info.cores)
+                logger.info(
+                    "rank %d is ready: process %d on cores %s, %.0f MiB of weights",
+                    rank.rank,
+                    info.pid,
+                    info.cores,
+                    info.weight_bytes / 2**20,
+                )
                 waiting.remove(rank)
         self._ranks.limit_s = self._config.runtime.collective_timeout_s
 

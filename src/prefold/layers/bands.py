@@ -61,3 +61,9 @@ class Bands:
         """Of what was put here."""
         bands = self._released or ()
         return sum(b.num_bytes if isinstance(b, QuantizedMatrix) else b.nbytes for b in bands)
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Memory of a model's parameters and of what its bands hold instead."""
+    held = (bands for module in model.modules() for bands in vars(module).values() if type(bands) is Bands)
+    return sum(p.nbytes for p in model.parameters()) + sum(bands.num_bytes for bands in held)

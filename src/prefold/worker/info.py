@@ -13,3 +13,4 @@ class WorkerInfo(msgspec.Struct):
     digest: str
     """Of the configuration it runs: equal on all ranks."""
     cores: list[int]
+    weight_bytes: int

@@ -15,6 +15,7 @@ from prefold.distributed.mesh import Mesh
 from prefold.distributed.pcp_layout import Partition
 from prefold.distributed.stages import split_layers
 from prefold.kv_ownership import KVOwnership
+from prefold.layers.bands import weight_bytes
 from prefold.layers.expert_parallel import ExpertParallel, ExpertPlan, dispatch_capacity
 from prefold.loader import load_weights
 from prefold.models.registry import build_model
@@ -54,7 +55,8 @@ class ModelRunner:
         self._model = build_model(
             model, groups["tp"], self.workspace, runtime, max_model_len, layers, self._experts
         )
-        load_weights(self._model, model.path)
+        load_weights(self._model, model.path, weight_memory=runtime.weight_memory)
+        self.weight_bytes = weight_bytes(self._model)
         self._formats = row_formats(model.attention, groups["tp"].size, cache.cache_dtype, self.workspace)
         self.kv_cache = allocate_kv_cache(
             len(layers), cache.num_blocks, cache.block_size, self._formats, device, runtime.debug_poison

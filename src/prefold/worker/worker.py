@@ -33,7 +33,8 @@ class Worker:
         self.runner = ModelRunner(config, groups)
 
     def info(self) -> WorkerInfo:
-        return WorkerInfo(self.rank, os.getpid(), self.config.digest(), sorted(os.sched_getaffinity(0)))
+        cores = sorted(os.sched_getaffinity(0))
+        return WorkerInfo(self.rank, os.getpid(), self.config.digest(), cores, self.runner.weight_bytes)
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput | None:
         """See ModelRunner.execute."""

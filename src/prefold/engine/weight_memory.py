@@ -1,0 +1,61 @@
+"""Whether quantised weights are expanded when they are loaded, or stay as they are until they are used."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping
+
+from prefold.checkpoint_files import TensorEntry
+from prefold.config import ModelConfig, ParallelConfig
+from prefold.distributed.layouts import describe_layout
+from prefold.hardware import available_memory
+
+logger = logging.getLogger("prefold")
+
+WEIGHT_MEMORY = ("auto", "expanded", "quantized")
+"""Choices of `EngineArgs.weight_memory`."""
+
+PLAIN = ("F64", "F32", "F16", "BF16", "I64", "I32")
+"""Types of stored tensors that are not quantised."""
+
+EXPANDED_SHARE = 0.5
+"""Most of the free memory that expanded weights of this machine's ranks may take under auto."""
+
+
+def resolve_weight_memory(
+    asked: str, model: ModelConfig, parallel: ParallelConfig, entries: Mapping[str, TensorEntry]
+) -> str:
+    """ "expanded" or "quantized". auto expands, which computes a little faster, unless the weights of all
+    ranks of a machine would then take more than half of its free memory.
+
+    Args:
+        entries: the checkpoint's tensors.
+
+    Raises:
+        ValueError: "quantized" was asked for, and the checkpoint holds nothing quantised.
+    """
+    counts = Counter(entry.dtype for entry in entries.values())
+    if asked == "expanded":
+        return asked
+    if not counts.keys() - set(PLAIN):
+        if asked == "quantized":
+            raise ValueError(
+                f"weight_memory='quantized': {model.path} holds no quantised tensors, only "
+                f"{', '.join(f'{count} in {dtype}' for dtype, count in counts.most_common())}; leave it at "
+                "'auto'"
+            )
+        return "expanded"
+    if asked == "quantized":
+        return asked
+    local_ranks = parallel.world_size // parallel.nnodes
+    expanded, free = describe_layout(model, parallel).weight_bytes * local_ranks, available_memory()
+    chosen = "expanded" if expanded <= EXPANDED_SHARE * free else "quantized"
+    logger.info(
+        "weight_memory is %s: expanded weights of %d rank(s) take %.0f of %.0f MiB that are free",
+        chosen,
+        local_ranks,
+        expanded / 2**20,
+        free / 2**20,
+    )
+    return chosen
