@@ -25,6 +25,47 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "v3": ("DeepseekV3ForCausalLM", {}),
     "v3-no-q-lora": ("DeepseekV3ForCausalLM", {"q_lora_rank": None}),
     "glm": ("Glm4MoeLiteForCausalLM", {}),
+    # Kimi-K2 and GLM-4.7-Flash as published, but for sizes.
+    "kimi-k2": (
+        "DeepseekV3ForCausalLM",
+        {
+            "n_group": 1,
+            "topk_group": 1,
+            "n_routed_experts": 24,
+            "num_experts_per_tok": 8,
+            "routed_scaling_factor": 2.827,
+            "max_position_embeddings": 131072,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 50000.0,
+                "factor": 32.0,
+                "beta_fast": 1.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 4096,
+            },
+        },
+    ),
+    "glm-flash": (
+        "Glm4MoeLiteForCausalLM",
+        {
+            "num_attention_heads": 5,
+            "num_key_value_heads": 5,
+            "qk_nope_head_dim": 24,
+            "v_head_dim": 32,
+            "num_experts_per_tok": 4,
+            "routed_scaling_factor": 1.8,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 202752,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1000000.0,
+                "partial_rotary_factor": 1.0,
+            },
+        },
+    ),
     "v32": ("DeepseekV32ForCausalLM", {}),
     # Layers with an indexer and one without.
     "glm-dsa": ("GlmMoeDsaForCausalLM", {}),
