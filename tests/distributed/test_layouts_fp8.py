@@ -44,7 +44,7 @@ LAYOUTS = ["TP2", "PCP2", "PCP2 DCP2", "TP2 PCP2 DCP4", "PP2"]
 CASES = [
     *(("mla", layout) for layout in LAYOUTS),
     *(("gqa", layout) for layout in ["TP2", "PCP2", "PCP2 DCP2", "TP4 PCP2 DCP4", "PP2"]),
-    ("dsa", "PCP2"),
+    *(("dsa", layout) for layout in ["PCP2", "PCP2 DCP2"]),
 ]
 
 

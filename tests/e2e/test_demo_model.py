@@ -94,6 +94,35 @@ def test_prefold_runs_the_original_as_transformers_does(prompt, tmp_path):
         assert llm.generate(document[0].tolist(), greedy)[0].outputs[0].token_ids == expected.tolist()
 
 
+@pytest.mark.parametrize("form", ["latent", "grouped-query"])
+def test_a_cache_in_fp8_prefers_the_same_tokens(folder, prompt, form):
+    """The likeliest token at each of the last 64 positions of one text: after one other token two free runs
+    continue different texts, and all that follows would count against the format."""
+    model = str(folder if form == "latent" else demo_gguf())
+    text = prompt[0, :600].tolist()
+    scored = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
+    greedy = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
+    best, likelihood, free = [], [], []
+    for kv_cache_dtype in ("bfloat16", "fp8_e4m3"):
+        options = {"max_model_len": 700, "num_blocks": 50, "kv_cache_dtype": kv_cache_dtype}
+        with LLM(model, threads_per_rank=1, skip_tokenizer_init=True, **options) as llm:
+            whole, half = llm.generate([text, text[:500]], [scored, greedy])
+        entries = whole.prompt_logprobs[-64:]
+        best.append([max(entry, key=lambda token: entry[token].logprob) for entry in entries])
+        likelihood.append(
+            torch.tensor([entry[token].logprob for entry, token in zip(entries, text[-64:], strict=True)])
+        )
+        free.append(half.outputs[0].token_ids)
+    same = sum(a == b for a, b in zip(*best, strict=True))
+    error = (likelihood[0] - likelihood[1]).abs()
+    until = next((i for i, (a, b) in enumerate(zip(*free, strict=True)) if a != b), 64)
+    assert same >= 0.95 * 64, (
+        f"{same} of 64 tokens are the same; log-probabilities of the text differ by {error.mean():.3f}, at "
+        f"most {error.max():.3f}; free runs of 64 tokens part after {until}"
+    )
+    assert 0 < error.max() < 0.5, "0: the format was not in use"
+
+
 def test_the_tokenizer_returns_the_document(folder):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     text = (ROOT / "examples/document.txt").read_text()

@@ -10,6 +10,7 @@ import torch
 from prefold import LLM, SamplingParams
 from prefold.request import RequestOutput
 from prefold.testing.reference import Case
+from prefold.workspace import NAN_BYTE
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=3, prompt_logprobs=1)
 NO_PROMPT_LOGPROBS = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=3)
@@ -42,7 +43,7 @@ def poison_unused_kv(llm: LLM) -> int:
     for request in scheduler.running:
         for i, block in enumerate(scheduler.kv.block_ids(request)):
             used[block, : max(0, request.num_computed_tokens - i * cache.shape[2])] = True
-    cache[:, ~used] = math.nan
+    cache[:, ~used] = math.nan if cache.is_floating_point() else NAN_BYTE
     return int((~used).sum())
 
 
@@ -53,6 +54,8 @@ def poison_buffers(llm: LLM) -> int:
     for buffer in flat.values():
         if buffer.dtype.is_floating_point:
             buffer.fill_(math.nan)
+        elif buffer.dtype == torch.uint8:
+            buffer.fill_(NAN_BYTE)
         else:
             buffer.fill_(113)
     return len(flat)
@@ -93,6 +96,35 @@ def test_poison_after_every_step(tiny, cases: list[Case], block_size: int, prefi
         assert numbers(dirty.generate(prompts, NO_PROMPT_LOGPROBS, progress=poison)) == expected
         assert [tokens for tokens, *_ in expected] == [case.tokens for case in cases]
     assert buffers[-1] > 10
+
+
+def test_poison_after_every_step_with_kv_in_fp8(tiny, cases: list[Case]):
+    options = {
+        "debug_poison": False,
+        "block_size": 4,
+        "max_num_batched_tokens": 30,
+        "max_num_seqs": 3,
+        "kv_cache_dtype": "fp8",
+    }
+    clean, dirty = tiny.llm(**options), tiny.llm(**options)
+
+    def poison(*_: object) -> None:
+        assert poison_unused_kv(dirty) > 0
+        assert poison_buffers(dirty) > 0
+
+    prompts = [case.prompt for case in cases]
+    expected = numbers(clean.generate(prompts, NO_PROMPT_LOGPROBS))
+    assert numbers(dirty.generate(prompts, NO_PROMPT_LOGPROBS, progress=poison)) == expected
+    assert all(math.isfinite(entry[1]) for entry in expected)
+    # It would show.
+    dirty.engine.add_request("a", cases[0].prompt, NO_PROMPT_LOGPROBS)
+    dirty.engine.step()
+    request = dirty.engine.scheduler.requests["a"]
+    dirty.engine.core.executor._worker.runner.kv_cache[0, dirty.engine.scheduler.kv.block_ids(request)[0]] = (
+        0x7F
+    )
+    (output,) = dirty.engine.step()
+    assert output.outputs[0].finish_reason == "error"
 
 
 def test_poison_would_show(tiny, cases: list[Case]):

@@ -83,6 +83,8 @@ def test_all_and_json_list_everything(checkpoint: str, capsys: pytest.CaptureFix
     assert (first["options"], first["experts_per_rank"]) == ("-pcp 4 -dcp 4 -ep", [64, 64])
     assert (first["kv_shards"], first["kv_copies"], first["kv_bytes_per_token_per_rank"]) == (4, 1, 17568)
     assert first["layers_per_stage"] == [61]
+    assert main(["layouts", checkpoint, "--world", "4", "--json", "--kv-cache-dtype", "fp8"]) == 0
+    assert json.loads(capsys.readouterr().out)["layouts"][0]["kv_bytes_per_token_per_rank"] == 61 * 656 // 4
     assert first["why"].startswith("PCP: ")
     for layout in report["layouts"]:
         assert layout["dp"] * layout["pp"] * layout["pcp"] * layout["tp"] == 4

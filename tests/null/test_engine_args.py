@@ -77,6 +77,29 @@ def test_the_error_says_how_many_ranks_share(base: EngineArgs):
         replace(base, max_model_len=100, **options).resolve()
 
 
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "stored", "row_bytes"),
+    [
+        ("auto", "float32", 4 * 20),
+        ("bf16", "bfloat16", 2 * 20),
+        ("bfloat16", "bfloat16", 2 * 20),
+        # 16 codes, their scale and 4 bfloat16, padded.
+        ("fp8", "fp8_e4m3", 32),
+        ("fp8_e4m3", "fp8_e4m3", 32),
+    ],
+)
+def test_memory_holds_rows_as_they_are_stored(
+    base: EngineArgs, kv_cache_dtype: str, stored: str, row_bytes: int, caplog: pytest.LogCaptureFixture
+):
+    memory = 6 * row_bytes * 4 * 13 + 5  # 13 blocks of 4 tokens in 6 layers
+    options = replace(base, num_blocks=None, kv_cache_memory_bytes=memory, kv_cache_dtype=kv_cache_dtype)
+    config = options.resolve()
+    assert (config.cache.cache_dtype, config.cache.num_blocks) == (stored, 13)
+    with caplog.at_level(logging.INFO, "prefold"):
+        LLMEngine(config, executor=NoExecutor())
+    assert f"weights float32, KV cache {stored}" in caplog.text
+
+
 @pytest.mark.parametrize(("pp", "layers"), [(1, 6), (2, 3), (3, 2), (4, 2), (6, 1)])
 def test_a_stage_holds_its_own_layers_only(base: EngineArgs, pp: int, layers: int):
     memory = layers * BYTES_PER_TOKEN * 4 * 10
@@ -158,6 +181,7 @@ def test_every_axis_reaches_the_configuration(base: EngineArgs):
         ({"data_parallel_size": 0}, "data_parallel_size=0 must be at least 1"),
         ({"cp_kv_cache_interleave_size": 3}, "cp_kv_cache_interleave_size=3 does not divide block_size=4"),
         ({"tensor_parallel_size": 3}, "num_attention_heads=8 is not divisible by tensor_parallel_size=3"),
+        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype='int8' is not one of auto, .*fp8_e4m3"),
         (
             {"context_attention": "best"},
             "context_attention='best' is not one of auto, local, sliced",

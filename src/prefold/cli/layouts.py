@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
@@ -36,19 +36,21 @@ class LayoutsArgs:
     Attributes:
         model: Folder of a Hugging Face checkpoint, or a GGUF file.
         world: Ranks.
+        kv_cache_dtype: How the KV cache is stored. auto is the checkpoint's dtype.
         all: Every legal combination with DCP and EP.
         json: Print one JSON object, with every legal combination, instead of the table.
     """
 
     model: Annotated[Positional[str], arg(metavar="MODEL")]
     world: Annotated[int, number()]
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "fp8_e4m3", "bf16", "fp8"] = "auto"
     all: Flag = False
     json: Flag = False
 
 
 def run(args: LayoutsArgs) -> int:
     model = load_model_config(args.model)
-    layouts = sorted(legal_layouts(model, args.world), key=preference)
+    layouts = sorted(legal_layouts(model, args.world, args.kv_cache_dtype), key=preference)
     refusals = explain_illegal(model, args.world)
     if args.json:
         report = {
