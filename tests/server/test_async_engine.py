@@ -376,6 +376,22 @@ async def failures(engine: AsyncLLM, harm: Callable[[], Awaitable[None] | None])
     return errors, time.monotonic() - began
 
 
+def test_a_signal_to_all_processes_of_a_service_ends_no_request(run: Run, engine2: AsyncLLM):
+    """As when a service is stopped: the server decides when its engine ends."""
+
+    async def signalled() -> RequestOutput:
+        task = asyncio.create_task(last(engine2, "a", prompt_of(100), LONG))
+        await asyncio.sleep(0.1)
+        assert engine2._client is not None
+        for number in (signal.SIGTERM, signal.SIGINT):
+            for process in tree(engine2._client.pid):
+                process.send_signal(number)
+        return await task
+
+    assert len(tokens_of(run(signalled()))[0]) == NUM_LONG
+    assert engine2.status is EngineStatus.READY
+
+
 @pytest.mark.parametrize("victim", ["rank 1", "process"])
 def test_a_new_engine_after_a_failure(run: Run, engine2: AsyncLLM, llm: LLM, victim: str):
     client = engine2._client

@@ -39,6 +39,8 @@ from prefold.engine.core_messages import (
 from prefold.engine.executor import SHUTDOWN_GRACE_S, EngineDeadError, MultiProcessExecutor
 from prefold.engine.observer import EngineObserver
 
+LEAVE = signal.SIGUSR1
+"""How the thread that reads interrupts the main thread, whatever it is doing."""
 SNAPSHOT_EVERY_S = 0.1
 PREFILL_SNAPSHOT_EVERY_S = 0.02
 """Steps with a prefill may take long: most of them are to be seen while they do."""
@@ -121,7 +123,7 @@ class HttpLink:
 
 def _end_in_good_order() -> NoReturn:
     """Let the main thread end the ranks, wherever it is; for the thread that reads."""
-    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+    signal.pthread_kill(threading.main_thread().ident or 0, LEAVE)
     time.sleep(LEAVE_S)
     os._exit(1)
 
@@ -247,9 +249,11 @@ class _LogSender(logging.Handler):
 
 
 def main(fd: int) -> int:
-    # Ctrl-C reaches the whole process group; the HTTP process decides what becomes of the engine.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _leave)
+    # These reach the whole process group, or all processes of a service. The HTTP process decides what
+    # becomes of the engine: it may have requests to complete. Ranks ignore them as well.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(LEAVE, _leave)
     link = HttpLink(socket.socket(fileno=fd))
     process: CoreProcess | None = None
     failure: CoreFailure | None = None
@@ -268,7 +272,7 @@ def main(fd: int) -> int:
         logger.exception("the engine process ends because of an error")
         failure = CoreFailure(f"the engine is dead: {error!r}")
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(LEAVE, signal.SIG_IGN)
         if process is not None:
             process.shutdown()
     link.send(kinds.FAILED, encode(failure))

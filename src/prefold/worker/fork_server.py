@@ -119,8 +119,10 @@ def _end_with_parent(parent: int) -> None:
 
 
 def main(fd: int) -> None:
-    # Ctrl-C reaches the whole process group; the engine decides what becomes of its workers.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # These reach the whole process group, or all processes of a service. The engine decides what becomes of
+    # its workers: it may have requests to complete. Ranks inherit this; they end with their engine anyway.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     import prefold.worker.main
     import prefold.worker.worker  # noqa: F401  (what a rank needs: torch above all)
 
