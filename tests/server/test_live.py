@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import shutil
 import signal
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -264,41 +265,41 @@ def request_bytes(url: httpx.URL, body: dict[str, Any]) -> bytes:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("length", [20, MAX_MODEL_LEN - 200])
+@pytest.mark.parametrize("length", [20, MAX_MODEL_LEN - 100])
 def test_a_client_that_leaves(server: Server, client: openai.OpenAI, length: int, stream: bool):
-    """Its request ends long before it would have by itself, also in the middle of its prefill."""
+    """Its requests end long before they would have by themselves, also in the middle of a prefill."""
     url = httpx.URL(server.url)
-    body = {
-        "prompt": [5] * length,
-        "max_tokens": MAX_MODEL_LEN - length,
-        "stream": stream,
-        "ignore_eos": True,
-    }
-    for _ in range(3):
-        with socket.create_connection((url.host, url.port or 80)) as connection:
-            connection.sendall(request_bytes(url, body))
-            time.sleep(0.05)
-    # Whoever comes next has the engine for itself: all blocks are free again.
+    max_tokens = MAX_MODEL_LEN - length
+    rng = random.Random(2 * length + stream)  # nothing of it is in the prefix cache
+    wait_for(lambda: metric(server, "num_requests_running") == 0)
+    before = metric(server, "pcp_rank_tokens_total")
+    connections = [socket.create_connection((url.host, url.port or 80)) for _ in range(3)]
+    for connection in connections:
+        prompt = [rng.randrange(5, 300) for _ in range(length)]
+        body = {"prompt": prompt, "max_tokens": max_tokens, "stream": stream, "ignore_eos": True}
+        connection.sendall(request_bytes(url, body))
+    wait_for(lambda: metric(server, "num_requests_running") > 0)
+    for connection in connections:
+        connection.close()
+    wait_for(lambda: metric(server, "num_requests_running") + metric(server, "num_requests_waiting") == 0)
+    assert metric(server, "kv_cache_usage_ratio") == 0
+    assert metric(server, "pcp_rank_tokens_total") - before < 3 * MAX_MODEL_LEN - 150
+    # Whoever comes next has the engine for itself.
     full = complete(client, [7] * (MAX_MODEL_LEN - 1), max_tokens=1)
     assert full.choices[0].finish_reason == "length"
-    assert idle(server)
 
 
-def idle(server: Server) -> bool:
-    """Whether the engine soon has nothing to do: its process takes no more time."""
-    engine = psutil.Process(server.process.pid)
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        before = cpu_seconds(engine)
-        time.sleep(0.3)
-        if cpu_seconds(engine) - before < 0.1:
-            return True
-    return False
+def metric(server: Server, name: str) -> float:
+    """Sum of a metric over its labels; 0 before the first."""
+    lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if re.match(rf"prefold_{name}[ {{]", line))
 
 
-def cpu_seconds(process: psutil.Process) -> float:
-    times = [p.cpu_times() for p in [process, *process.children(recursive=True)]]
-    return sum(t.user + t.system for t in times)
+def wait_for(condition: Callable[[], bool], seconds: float = 10) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.01)
 
 
 def readme_commands() -> list[str]:

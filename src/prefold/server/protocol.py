@@ -79,7 +79,7 @@ Prompt = Annotated[
 ]
 
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
-TokenId = Annotated[int, Field(ge=0, le=MAX_INT32)]
+TokenId = Annotated[int, Field(ge=0, le=MAX_INT32), Whole]
 
 
 class Strict(BaseModel):
