@@ -16,6 +16,8 @@ from dataclasses import replace
 from enum import Enum
 from typing import Any, NoReturn
 
+from msgspec.structs import replace as replace_fields
+
 from prefold.config import EngineConfig
 from prefold.control import decode, encode
 from prefold.engine import core_messages as kinds
@@ -351,7 +353,8 @@ class AsyncLLM:
             stream.event.set()
             if request.finished:
                 self._streams.remove(stream)
-                self._failed_at.clear()
+                if request.completed:
+                    self._failed_at.clear()
 
     def _on_refused(self, refusal: Refusal) -> None:
         stream = self._streams.get(refusal.request_id)
@@ -375,8 +378,13 @@ class AsyncLLM:
 
     def _on_lost(self, failure: CoreFailure) -> None:
         """The engine process has failed or is gone: end all requests, and begin anew if that is wanted."""
+        if self.status is EngineStatus.STOPPED:
+            return
         self.failure = failure.message
         self.status = EngineStatus.RESTARTING if self._restart_workers else EngineStatus.DEAD
+        self.snapshot = replace_fields(
+            self.snapshot, num_running=0, num_waiting=0, blocks_used=0, blocks_cached=0, requests=[], steps=[]
+        )
         self._fail_requests(failure.message)
         if self._restart_workers:
             self._restart = self._loop.create_task(self._begin_anew())

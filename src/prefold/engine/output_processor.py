@@ -75,6 +75,11 @@ class LiveRequest:
     def finished(self) -> bool:
         return all(sample.finish_reason is not None for sample in self.samples.values())
 
+    @property
+    def completed(self) -> bool:
+        """Whether it has finished, and not for an error or an abort."""
+        return all(sample.finish_reason in ("stop", "length") for sample in self.samples.values())
+
     def output(self) -> RequestOutput:
         """All there is by now; a copy that does not change any more."""
         prompt_logprobs = self.prompt_logprobs
