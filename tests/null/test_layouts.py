@@ -10,6 +10,7 @@ import pytest
 from prefold.config import DSAConfig, MLAConfig, ModelConfig, MoEConfig, ParallelConfig, RopeConfig
 from prefold.distributed import layouts
 from prefold.distributed.layouts import (
+    check_context_attention,
     check_layout,
     check_world,
     describe_layout,
@@ -293,6 +294,16 @@ def test_sparse_attention_has_every_layout():
     model = replace(MODEL, mla=replace(MODEL.mla, q_lora_rank=16, dsa=dsa))
     assert legal_dcp_sizes(model, pcp=4, tp=2) == [1, 2, 4, 8]
     check_layout(model, ParallelConfig(1, 2, 2), block_size=1)
+    for dcp, legal in ((1, ("auto", "local")), (2, ("auto", "kv"))):
+        parallel = ParallelConfig(1, 2, dcp)
+        for way in ("auto", "local", "sliced", "query", "kv"):
+            if way in legal:
+                check_context_attention(model, parallel, way)
+                continue
+            message = f"'{way}' is not possible.*index_topk=64.*size={dcp}.*legal: {', '.join(legal)}"
+            with pytest.raises(ValueError, match=message):
+                check_context_attention(model, parallel, way)
+            check_context_attention(MODEL, parallel, way)
     layouts = legal_layouts(model, 4)
     assert {layout.kv_shards for layout in layouts} == {1, 2, 4}
     assert max(len(layout.layers_per_stage) for layout in layouts) == 2

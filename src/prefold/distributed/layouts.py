@@ -85,6 +85,22 @@ def check_layout(model: ModelConfig, parallel: ParallelConfig, block_size: int) 
         )
 
 
+def check_context_attention(model: ModelConfig, parallel: ParallelConfig, way: str) -> None:
+    """Whether queries can reach cached context in this way; "auto" always can.
+
+    Raises:
+        ValueError: with sparse attention, where queries do not travel.
+    """
+    dcp, dsa = parallel.decode_context_parallel_size, model.dsa
+    legal = ("auto", "local" if dcp == 1 else "kv")
+    if dsa is not None and way not in legal:
+        raise ValueError(
+            f"context_attention={way!r} is not possible with sparse attention (index_topk={dsa.index_topk}) "
+            f"and decode_context_parallel_size={dcp}, where each query has keys of its own; "
+            f"legal: {', '.join(legal)}"
+        )
+
+
 def check_world(parallel: ParallelConfig, world: int) -> None:
     """ValueError with the equation unless the layout takes exactly `world` ranks."""
     if parallel.world_size != world:

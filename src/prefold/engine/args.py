@@ -16,7 +16,7 @@ from prefold.config import (
     RuntimeConfig,
     SchedulerConfig,
 )
-from prefold.distributed.layouts import check_layout, fullest_kv_spec
+from prefold.distributed.layouts import check_context_attention, check_layout, fullest_kv_spec
 from prefold.engine.weight_memory import WEIGHT_MEMORY, resolve_weight_memory
 from prefold.hardware import available_cores, available_memory, fast_bfloat16
 from prefold.hf_config import load_model_config
@@ -135,6 +135,7 @@ class EngineArgs:
         model = load_model_config(self.model, dtype=self.dtype)
         parallel = ParallelConfig.of(self)
         check_layout(model, parallel, self.block_size)
+        check_context_attention(model, parallel, self.context_attention)
         entries = check_checkpoint_files(model.path)
         asked = self.weight_memory if self.device == "cpu" else "expanded"
         weight_memory = resolve_weight_memory(asked, model, parallel, entries)

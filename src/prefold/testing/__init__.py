@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         make_checkpoint,
         make_gqa_benchmark_checkpoint,
         make_long_prompt_checkpoint,
+        make_sparse_long_prompt_checkpoint,
     )
     from prefold.testing.dense import DenseContext
     from prefold.testing.quantized import dequantized_checkpoint, quantize_checkpoint
@@ -26,6 +27,7 @@ __all__ = [
     "make_checkpoint",
     "make_gqa_benchmark_checkpoint",
     "make_long_prompt_checkpoint",
+    "make_sparse_long_prompt_checkpoint",
     "quantize_checkpoint",
     "run_mesh_threads",
     "run_ranks",
@@ -39,6 +41,7 @@ _HOME = {
     "make_checkpoint": "prefold.testing.checkpoints",
     "make_gqa_benchmark_checkpoint": "prefold.testing.checkpoints",
     "make_long_prompt_checkpoint": "prefold.testing.checkpoints",
+    "make_sparse_long_prompt_checkpoint": "prefold.testing.checkpoints",
     "quantize_checkpoint": "prefold.testing.quantized",
     "run_mesh_threads": "prefold.testing.threads",
     "run_threads": "prefold.testing.threads",

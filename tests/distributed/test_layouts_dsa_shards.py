@@ -1,0 +1,110 @@
+"""Sparse attention over KV shards of several block sizes and interleaves, and with quantised weights."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from prefold import LLM, SamplingParams
+from prefold.testing.checkpoints import make_checkpoint
+from prefold.testing.exactness import Oracle, generate_over_time, layout_options
+from prefold.testing.quantized import dequantized_checkpoint, quantize_checkpoint
+from prefold.testing.sparse_oracle import SparseOracle
+from prefold.testing.thread_executor import ThreadLLM
+
+torch.set_num_threads(1)
+
+TOPK = 16
+FORMAT = "modelopt-nvfp4"
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+ENGINE: dict[str, Any] = {
+    "block_size": 2,
+    "num_blocks": 1000,
+    "max_model_len": 600,
+    "min_split_tokens": 1,
+    "context_workspace_tokens": 12,
+    "debug_poison": True,
+}
+
+
+def check(llm: LLM, oracle: Oracle, prompts: list[list[int]], arrivals: list[int]) -> list[int]:
+    """Compare all tokens; returns the cached tokens of each prompt."""
+    outputs = generate_over_time(llm, prompts, GREEDY, arrivals)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.outputs[0].token_ids == oracle(prompt), len(prompt)
+    return [output.metrics.num_cached_tokens for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two layers, of which the second uses the selection of the first."""
+    root = tmp_path_factory.mktemp("glm-dsa-2")
+    return make_checkpoint("GlmMoeDsaForCausalLM", root, vocab_size=300, num_hidden_layers=2)
+
+
+@pytest.fixture(scope="module")
+def oracle(folder: Path) -> SparseOracle:
+    return SparseOracle(folder, **ENGINE)
+
+
+@pytest.mark.parametrize(
+    ("layout", "block_size", "interleave"),
+    [
+        *(("PCP2 DCP2", 2, 1), ("PCP2 DCP2", 2, 2), ("PCP4 DCP4", 2, 1), ("PCP4 DCP4", 2, 2)),
+        *(("TP2 PCP2 DCP4", 2, 2), ("PCP4 DCP2", 4, 2), ("TP2 DCP2", 4, 2)),
+    ],
+)
+def test_every_residue(
+    layout: str, block_size: int, interleave: int, folder: Path, oracle: SparseOracle
+) -> None:
+    """Every length modulo 2PBD, in steps that hold prefill and decode, chunks with and without a choice;
+    then hits on prefixes of 1, 2, ... virtual blocks."""
+    options = ENGINE | {"block_size": block_size, "max_num_batched_tokens": 37}
+    options |= {"cp_kv_cache_interleave_size": interleave}
+    with ThreadLLM(str(folder), **options, **layout_options(layout)) as llm:
+        parallel, block = llm.engine.config.parallel, llm.engine.config.virtual_block_size
+        period = 2 * parallel.prefill_context_parallel_size * block
+        lengths = list(range(TOPK - 8, TOPK - 8 + period))
+        random.Random(period).shuffle(lengths)
+        prompts = [oracle.prompt(length) for length in lengths]
+        check(llm, oracle, prompts, [i * 16 // len(lengths) for i in range(len(lengths))])
+
+        first = oracle.prompt(5 * block + 1, seed=1)
+        check(llm, oracle, [first], [0])
+        shares = [n * block for n in range(1, 6)]
+        seconds = [oracle.prompt(5 * block + n % 3, seed=n, start=first[:n]) for n in shares]
+        cached = check(llm, oracle, seconds, [0] * len(seconds))
+        assert cached == [min(shared, (len(p) - 1) // block * block) for shared, p in zip(shares, seconds)]
+
+
+@pytest.fixture(scope="module")
+def quantised(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return quantize_checkpoint(folder, tmp_path_factory.mktemp("nvfp4"), FORMAT)
+
+
+@pytest.fixture(scope="module")
+def quantised_oracle(quantised: Path, tmp_path_factory: pytest.TempPathFactory) -> SparseOracle:
+    """The single rank on the quantised weights; prompts are judged on what they stand for."""
+    return SparseOracle(
+        quantised, dequantized_checkpoint(quantised, tmp_path_factory.mktemp("plain"), FORMAT)
+    )
+
+
+@pytest.mark.parametrize("layout", ["TP1 PCP4 EP", "TP2 PCP2 EP", "TP1 PCP4 DCP4 EP"])
+def test_nvfp4(layout: str, quantised: Path, quantised_oracle: SparseOracle) -> None:
+    oracle = quantised_oracle
+    with ThreadLLM(str(quantised), **ENGINE, **layout_options(layout)) as llm:
+        prompts = [oracle.prompt(length, seed=3) for length in (*range(12, 22), 50, 70)]
+        check(llm, oracle, prompts, [i // 2 for i in range(len(prompts))])
+
+
+def test_nvfp4_on_processes(quantised: Path, quantised_oracle: SparseOracle) -> None:
+    """With the real collectives."""
+    options = ENGINE | {"threads_per_rank": 1, "skip_tokenizer_init": True, "max_num_batched_tokens": 40}
+    with LLM(str(quantised), **options, **layout_options("PCP4 DCP4 EP")) as llm:
+        prompts = [quantised_oracle.prompt(length, seed=3) for length in (12, 17, 50, 70)]
+        check(llm, quantised_oracle, prompts, [0, 0, 1, 3])
