@@ -74,7 +74,7 @@ class StepPlan:
     6. all-to-all of the first piece's results, started, over the travel group, after 1 has been released
     7. an all-gather and an all-to-all for each further piece
 
-    With sparse attention queries do not travel (2, 6, 7), and the order is 1, 4, an all-gather over dcp of the
+    With sparse attention queries do not travel (2, 6, 7). The order is 1, 4, an all-gather over dcp of the
     decode tokens' candidates in layers with an indexer, 3, 5.
 
     So no group has more than two in flight. The travel group is the DCP group if the cache is sharded,
