@@ -250,7 +250,7 @@ def test_sampled_tokens_do_not_depend_on_the_layout(llm: ThreadLLM, oracle: Orac
 def test_rank_tokens_are_balanced(llm: ThreadLLM, oracle: Oracle) -> None:
     """One prompt: PCP ranks of its replica compute token sums that differ by at most 1."""
     reset(llm)
-    llm.engine.metrics = EngineMetrics()
+    llm.engine.core.metrics = EngineMetrics()
     llm.generate(oracle.prompt(501, seed=95), SamplingParams(temperature=0.0, max_tokens=1))
     pcp = llm.engine.config.parallel.prefill_context_parallel_size
     counts, others = llm.engine.metrics.rank_tokens[:pcp], llm.engine.metrics.rank_tokens[pcp:]

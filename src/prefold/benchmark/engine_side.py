@@ -48,7 +48,7 @@ def _measure(llm: LLM, prompts: list[list[int]], prefix_len: int, output_len: in
     is there a time in which all of them decode.
     """
     engine = llm.engine
-    metrics = engine.metrics = EngineMetrics()
+    metrics = engine.core.metrics = EngineMetrics()
     room = engine.config.scheduler.max_model_len - len(prompts[0])
     params = SamplingParams(
         temperature=0.0, max_tokens=output_len if len(prompts) == 1 else room, ignore_eos=True
