@@ -42,6 +42,7 @@ from prefold.tokenizer import Tokenizer
 __all__ = ["AsyncLLM", "EngineDeadError", "EngineRestartingError", "EngineStatus", "QueueFullError"]
 
 RECENT_STEPS = 256
+RECENT_PREFILLS = 12
 MAX_FAILURES = 3
 """So many failures within FAILURE_WINDOW_S, and no request completed in between, are for good."""
 FAILURE_WINDOW_S = 60.0
@@ -67,6 +68,7 @@ class AsyncLLM:
         status, failure: where the engine stands, and why it is DEAD or RESTARTING.
         snapshot: what the engine process said last about itself.
         recent_steps: the latest steps of the engine.
+        recent_prefills: the latest steps that held a prefill: many decodes may have followed.
         rank_pids: process ids of the ranks; none where the only rank is the engine process.
     """
 
@@ -82,6 +84,7 @@ class AsyncLLM:
         self.failure: str | None = None
         self.snapshot = EngineSnapshot()
         self.recent_steps: deque[StepRecord] = deque(maxlen=RECENT_STEPS)
+        self.recent_prefills: deque[StepRecord] = deque(maxlen=RECENT_PREFILLS)
         self.rank_pids: list[int] = []
         self._max_waiting = max_waiting
         self._restart_workers = restart_workers
@@ -327,6 +330,7 @@ class AsyncLLM:
         elif kind == kinds.SNAPSHOT:
             self.snapshot = decode(body, EngineSnapshot)
             self.recent_steps.extend(self.snapshot.steps)
+            self.recent_prefills.extend(step for step in self.snapshot.steps if step.rows)
         else:
             assert kind == kinds.CHECKED, kind
             answer = self._checks.popleft()

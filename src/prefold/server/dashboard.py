@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from importlib import metadata, resources
 from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Response
+from msgspec.structs import replace
 
 from prefold.config import EngineConfig
 from prefold.distributed.stages import split_layers
@@ -39,7 +40,7 @@ WINDOW_S = 300.0
 """How far back the charts reach."""
 SAMPLE_S = 1.0
 """Shortest time between two points of the history."""
-MAX_STEPS = 60
+MAX_STEPS = 48
 MAX_REQUESTS = 40
 
 
@@ -92,6 +93,10 @@ def dashboard_data(
     explanation = explain(config, snapshot, steps, engine.status.name.lower(), engine.failure)
     sentences = {section.name: section.sentences for section in explanation.sections}
     totals = snapshot.totals
+    # During a long step there is no news: what lasts has lasted longer since.
+    age = max(0.0, now - snapshot.time_s)
+    requests = [replace(state, wait_s=state.wait_s + age) for state in snapshot.requests[:MAX_REQUESTS]]
+    in_flight = [replace(step, duration_s=step.duration_s + age) for step in snapshot.in_flight]
     return {
         "time_s": now,
         "model": model_name,
@@ -105,13 +110,20 @@ def dashboard_data(
         "blocks": [snapshot.blocks_used, snapshot.blocks_total, snapshot.blocks_cached],
         "prefix": [totals.prefix_hit_tokens, totals.prefix_query_tokens],
         "num_preemptions": totals.num_preemptions,
-        "requests": [_named(state) for state in snapshot.requests[:MAX_REQUESTS]],
-        "steps": [_step(step) for step in steps[-MAX_STEPS:]],
-        "in_flight": [_step(step) for step in snapshot.in_flight],
+        "requests": [_named(state) for state in requests],
+        "steps": [_step(step) for step in shown_steps(steps, engine.recent_prefills)],
+        "in_flight": [_step(step) for step in in_flight],
         "finished": [_finished(request) for request in recorder.recent if request.time_s > now - WINDOW_S],
         "history": list(history.samples),
         "window_s": WINDOW_S,
     }
+
+
+def shown_steps(steps: Sequence[StepRecord], prefills: Iterable[StepRecord]) -> list[StepRecord]:
+    """The latest steps, and before them the latest prefills: a second of decoding has hundreds of steps."""
+    latest = steps[-MAX_STEPS:]
+    known = {(step.replica, step.step_id) for step in latest}
+    return [step for step in prefills if (step.replica, step.step_id) not in known] + list(latest)
 
 
 def layout_facts(config: EngineConfig) -> dict[str, Any]:

@@ -92,9 +92,8 @@ function renderTiles() {
   const [used, total, cached] = data.blocks;
   const tokens = data.layout.block_tokens;
   const [hits, queries] = data.prefix;
-  const preempted = data.num_preemptions ? `${whole(data.num_preemptions)} preempted so far` : "none preempted";
   tile("running", whole(data.num_running), "", `up to ${whole(data.layout.max_num_seqs)}`, line(1));
-  tile("waiting", whole(data.num_waiting), "", data.num_waiting ? whyInShort() : preempted, line(2));
+  tile("waiting", whole(data.num_waiting), "", data.num_waiting ? whyInShort() : "nobody in the queue", line(2));
   tile("kv", `${((100 * used) / Math.max(total, 1)).toFixed(used && used < total / 10 ? 1 : 0)}`, "%",
     `${shortCount(used * tokens)} of ${shortCount(total * tokens)} tokens`, line(3), total);
   const prefill = rates(history, 4), decode = rates(history, 5);
@@ -150,7 +149,7 @@ function renderStep() {
   const highest = stepStrip(byId("steps"), steps, step?.key, STEPS_SHOWN, choose);
   byId("steps").setAttribute("aria-valuetext", step ? `step ${step.step_id}` : "none");
   byId("steps-note").textContent = steps.length
-    ? `The last ${steps.length} steps: blue with prefill, grey decode only; the longest took ${seconds(highest)}.`
+    ? `The latest steps, blue with prefill, grey decode only; the longest took ${seconds(highest)}.`
     : "";
   byId("step-title").textContent = step ? stepTitle(step) : "";
   renderPicture(step);
@@ -290,6 +289,10 @@ const inPrefill = (request) => request.num_computed_tokens < request.num_prefill
 function renderRequests() {
   const running = data.requests.filter((request) => request.state === "running");
   running.sort((a, b) => inPrefill(b) - inPrefill(a));
+  const prefills = running.filter(inPrefill).length;
+  byId("running-note").textContent = running.length
+    ? `${whole(prefills)} in prefill, ${whole(running.length - prefills)} generating`
+    : "";
   fillList("running", data.num_running, "Nobody asks for anything.", running.map((request) => {
     const { num_computed_tokens: computed, num_prefill_tokens: total } = request;
     const facts = inPrefill(request)
@@ -298,6 +301,9 @@ function renderRequests() {
     return meterRow(request.request_id, facts, computed / Math.max(total, 1), !inPrefill(request));
   }));
   const waiting = data.requests.filter((request) => request.state !== "running");
+  byId("queue-note").textContent = data.num_preemptions
+    ? `${whole(data.num_preemptions)} preempted since the start`
+    : "none preempted since the start";
   fillList("queue", data.num_waiting, "Nobody waits.", waiting.map((request) => {
     const why = request.why.startsWith("behind ") ? "" : `, for ${request.why}`;
     const what = request.state === "preempted" ? "preempted" : seconds(request.wait_s);
@@ -306,7 +312,7 @@ function renderRequests() {
 }
 
 function fillList(name, count, none, rows) {
-  byId(`${name}-note`).textContent = count > rows.length ? `the first ${rows.length} of ${whole(count)}` : "";
+  if (count > rows.length) byId(`${name}-note`).textContent += `; ${rows.length} of ${whole(count)} shown`;
   byId(name).replaceChildren(...(rows.length ? rows : [make("p", { class: "none" }, none)]));
 }
 

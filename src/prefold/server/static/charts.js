@@ -45,7 +45,7 @@ export function bytes(value) {
 /** Width and height of an SVG in pixels; coordinates are pixels, so that text keeps its size. */
 function sizeOf(svg) {
   const box = svg.getBoundingClientRect();
-  const size = [Math.max(box.width, 40), Math.max(box.height, 10)];
+  const size = [Math.max(box.width, 120), Math.max(box.height, 10)];
   svg.setAttribute("viewBox", `0 0 ${size[0]} ${size[1]}`);
   return size;
 }
@@ -215,8 +215,8 @@ export function scatter(svg, points, span) {
     nodes.push(draw("text", { x: left - 8, y: at + 4, "text-anchor": "end" }, power < 0 ? `${10 ** (3 + power)} ms` : `${10 ** power} s`));
   }
   const x = (ago) => left + (width - left - 8) * (1 - ago / span);
-  for (let minute = 0; minute * 60 <= span; minute++) {
-    const anchor = minute ? (minute * 60 === span ? "start" : "middle") : "end";
+  for (let minute = 0; minute * 60 < span; minute++) {
+    const anchor = minute ? "middle" : "end";
     nodes.push(draw("text", { x: x(minute * 60), y: height - 5, "text-anchor": anchor }, minute ? `${minute} min` : "now"));
   }
   for (const [ago, value, title] of points) {
