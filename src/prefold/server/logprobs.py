@@ -95,8 +95,4 @@ def _by_token_id(entry: dict[int, Logprob]) -> dict[str, PromptLogprob]:
 def _top(entry: dict[int, Logprob], num_top: int, chosen: int | None) -> list[tuple[int, Logprob]]:
     """The likeliest tokens in order, and `chosen` if it is not among them."""
     ranked = sorted(entry.items(), key=lambda item: item[1].rank or 0)
-    return [
-        (i, at)
-        for n, (i, at) in enumerate(ranked)
-        if (n < num_top and (at.rank or 0) <= num_top) or i == chosen
-    ]
+    return [(i, at) for n, (i, at) in enumerate(ranked) if n < num_top or i == chosen]
