@@ -162,9 +162,11 @@ def _check(weights: dict[str, Weight], source: WeightSource, model: Loadable) ->
         if name not in weights and 0 not in tensor.shape and not model.ignorable(name)
     ]
     present = {name: weight for name, weight in weights.items() if name in found}
-    unreadable = [problem for name in present if (problem := found[name].problem)]
+    unreadable = [
+        f"{problem} (in {found[name].file})" for name in present if (problem := found[name].problem)
+    ]
     misshapen = [
-        f"{name} is {list(found[name].shape)}, needs {list(weight.shape)}"
+        f"{name} is {list(found[name].shape)}, needs {list(weight.shape)} (in {found[name].file})"
         for name, weight in present.items()
         if found[name].shape != weight.shape and found[name].problem is None
     ]

@@ -84,7 +84,11 @@ def test_progress_counts_every_tensor(write, tensors):
             "1 unexpected tensors: .*q_a_proj.bias",
         ),
         ({"model.layers.3.norm.weight": torch.ones(2)}, {}, "unexpected tensors: model.layers.3.norm.weight"),
-        ({EXPERT: torch.ones(31, 64)}, {}, rf"{EXPERT} is \[31, 64\], needs \[32, 64\]"),
+        (
+            {EXPERT: torch.ones(31, 64)},
+            {},
+            rf"{EXPERT} is \[31, 64\], needs \[32, 64\] \(in model\.safetensors\)",
+        ),
         ({EXPERT: torch.ones(32, 64, dtype=torch.float8_e4m3fn)}, {}, rf"{EXPERT} is F8_E4M3"),
         ({}, {"attention_bias": True}, r"6 missing tensors: .*q_a_proj.bias.*, \.\.\."),
         ({}, {"vocab_size": 321}, r"embed_tokens.weight is \[320, 64\], needs \[321, 64\]"),

@@ -227,7 +227,7 @@ INV = f"{EXPERT}.weight_scale_inv"
     ("format", "changes", "message"),
     [
         ("fp8", {INV: None}, f"1 tensors that cannot be read: {CODES} lacks {INV}"),
-        ("fp8", {INV: torch.ones(2, 4)}, rf"{INV} is \[2, 4\], needs \[2, 3\]"),
+        ("fp8", {INV: torch.ones(2, 4)}, rf"{INV} is \[2, 4\], needs \[2, 3\] \(in model\.safetensors\)"),
         ("fp8", {INV: torch.ones(2, 3, dtype=torch.uint8)}, f"{INV} is U8, not F32"),
         ("fp8", {CODES: None}, f"1 missing tensors: {CODES}; 1 unexpected tensors: {INV}"),
         ("fp8", {CODES: torch.ones(32, 64)}, f"1 unexpected tensors: {INV}"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from prefold.checkpoint_files import TensorEntry
 from prefold.quantization.formats import SCALE_DTYPES, Format
@@ -22,8 +22,8 @@ class StoredTensor:
         parts: names of the tensors it is stored in: itself, or codes, scales and the global scale, if any.
         format: None if it is stored plain.
         problem: what keeps it from being read.
-        stored_as: its type or format, for messages.
         is_quantized: whether it may stay in quantised form in memory.
+        file: where its values are, for messages.
     """
 
     name: str
@@ -31,8 +31,8 @@ class StoredTensor:
     parts: tuple[str, ...]
     format: Format | None = None
     problem: str | None = None
-    stored_as: str = ""
     is_quantized: bool = False
+    file: str = field(default="", compare=False)
 
 
 def catalog(entries: Mapping[str, TensorEntry], scheme: Scheme | None) -> dict[str, StoredTensor]:
@@ -57,7 +57,7 @@ def catalog(entries: Mapping[str, TensorEntry], scheme: Scheme | None) -> dict[s
             entry.shape,
             (name,),
             problem=None if known else _foreign(name, entry),
-            stored_as=entry.dtype,
+            file=entry.file.name,
         )
     return found
 
@@ -76,6 +76,7 @@ def _quantised(module: str, name: str, entries: Mapping[str, TensorEntry], schem
             entry.shape,
             (name,),
             problem=f"{name} is {entry.dtype}, but {scheme.method} targets do not include {module}",
+            file=entry.file.name,
         )
     suffixes = [format.scales, *([format.global_scale] if format.global_scale else [])]
     scales = [f"{module}.{suffix}" for suffix in suffixes]
@@ -94,7 +95,7 @@ def _quantised(module: str, name: str, entries: Mapping[str, TensorEntry], schem
         for scale, shapes in zip(scales, wanted, strict=False):
             problems += _scale_problems(scale, entries.get(scale), shapes, logical)
     problem = "; ".join(problems) or None
-    return StoredTensor(logical, shape, parts, format, problem, format.name, is_quantized=True)
+    return StoredTensor(logical, shape, parts, format, problem, True, entry.file.name)
 
 
 def _scale_problems(

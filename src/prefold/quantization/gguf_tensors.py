@@ -64,8 +64,8 @@ class GGUFTensors:
                 stored.shape,
                 (stored.name,),
                 problem=stored.problem,
-                stored_as=stored.kind.name,
                 is_quantized=stored.kind.name not in PLAIN_KINDS,
+                file=self.name,
             )
             for name, stored in self._stored.items()
             if name not in AUXILIARY
