@@ -74,7 +74,9 @@ def _band(weight: Weight, tensor: OpenTensor) -> Band:
     kept = None if tensor.keep is None else tensor.keep(slices, destination.dtype)
     if kept is not None:
         return kept
-    band = torch.empty_like(destination, memory_format=torch.contiguous_format)
+    # The destination may be the parameter itself, which was released.
+    shape = [part.stop - part.start for part in slices]
+    band = torch.empty(shape, dtype=destination.dtype, device=destination.device)
     if band.numel():
         tensor.read(slices, band)
     return band

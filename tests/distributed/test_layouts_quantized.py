@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf import GGMLQuantizationType
 
 from prefold import SamplingParams
 from prefold.config import EngineConfig
@@ -15,6 +16,7 @@ from prefold.engine import weight_memory as weight_memory_module
 from prefold.engine.args import EngineArgs
 from prefold.testing.checkpoints import make_checkpoint
 from prefold.testing.exactness import layout_options
+from prefold.testing.gguf_checkpoint import write_gguf
 from prefold.testing.quantized import quantize_checkpoint
 from prefold.testing.thread_executor import ThreadLLM
 
@@ -76,6 +78,22 @@ def test_tokens_and_log_probabilities_are_those_of_expanded_weights(folders: dic
                 assert max(errors) < TOLERANCE, (layout, step)
                 compared += 1
         assert compared >= 24, layout
+
+
+@pytest.mark.parametrize("kind", [GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q4_0])
+def test_a_gguf_file(tmp_path: Path, kind: GGMLQuantizationType):
+    """Its rows of q_proj and k_proj are in another order; TP 4 cuts blocks of 32, and these are expanded."""
+    file = write_gguf(
+        make_checkpoint("LlamaForCausalLM", tmp_path / "hf"), tmp_path / "m.gguf", "llama", kind
+    )
+    want = generate(file, "TP1", "expanded")
+    for layout in ("TP1", "TP2", "TP4"):
+        for got, expanded in zip(generate(file, layout, "quantized"), want, strict=True):
+            assert got.token_ids == expanded.token_ids, layout
+            for ours, theirs in zip(got.logprobs, expanded.logprobs, strict=True):
+                common = ours.keys() & theirs.keys()
+                assert len(common) >= 15
+                assert max(abs(ours[t].logprob - theirs[t].logprob) for t in common) < TOLERANCE
 
 
 def test_a_checkpoint_without_quantised_tensors(folders: dict[str, Path]):
