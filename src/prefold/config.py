@@ -218,6 +218,13 @@ class ModelConfig:
     gqa: GQAConfig | None = None
     """Grouped-query attention, or `mla`. Two fields, because messages hold no choice of classes."""
 
+    embedding_scale: float = 1.0
+    """Embeddings are multiplied by it."""
+    residual_scale: float = 1.0
+    """What attention and MLP add to the residual stream is."""
+    logits_scale: float = 1.0
+    """The final hidden states are."""
+
     @property
     def attention(self) -> MLAConfig | GQAConfig:
         """Whichever there is."""

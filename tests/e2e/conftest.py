@@ -25,6 +25,7 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "v3": ("DeepseekV3ForCausalLM", {}),
     "v3-no-q-lora": ("DeepseekV3ForCausalLM", {"q_lora_rank": None}),
     "glm": ("Glm4MoeLiteForCausalLM", {}),
+    "minicpm3": ("MiniCPM3ForCausalLM", {}),
     # Kimi-K2 and GLM-4.7-Flash as published, but for sizes.
     "kimi-k2": (
         "DeepseekV3ForCausalLM",

@@ -11,7 +11,18 @@ from prefold import LLM, SamplingParams
 from prefold.request import Logprob, RequestOutput
 from prefold.testing.reference import LOGIT_TIE, ROUTER_TIE, Judgement
 
-MODELS = ["v2", "v2-no-q-lora", "v3", "v3-no-q-lora", "glm", "kimi-k2", "glm-flash", "v32", "glm-dsa"]
+MODELS = [
+    "v2",
+    "v2-no-q-lora",
+    "v3",
+    "v3-no-q-lora",
+    "glm",
+    "kimi-k2",
+    "glm-flash",
+    "minicpm3",
+    "v32",
+    "glm-dsa",
+]
 GQA_MODELS = ["llama", "mistral", "qwen2", "qwen3", "qwen3-moe", "smollm3"]
 BLOCK_SIZE = 16
 # Every length to 40, then up to 600 every length modulo the block size.
@@ -62,7 +73,7 @@ def check(output: RequestOutput, judgement: Judgement) -> bool:
 def test_logprobs_and_greedy_tokens_of_every_length(tiny, name: str):
     llm, reference, rng = engine(tiny, name), tiny.reference(name), random.Random(1)
     # Where only projections or sizes differ a third of the lengths will do.
-    alike = ("no-q-lora", "llama", "qwen2", "kimi-k2", "glm-flash")
+    alike = ("no-q-lora", "llama", "qwen2", "kimi-k2", "glm-flash", "minicpm3")
     missing = LENGTHS[::3] if name.endswith(alike) else list(LENGTHS)
     for _ in range(12):
         prompts = [tiny.random_prompt(length)(rng) for length in missing]

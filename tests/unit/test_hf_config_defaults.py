@@ -8,7 +8,7 @@ import transformers
 
 from prefold.hf_config import MLA_ARCHITECTURES, SPARSE_ARCHITECTURES, load_model_config
 
-V2, V3, GLM = MLA_ARCHITECTURES
+V2, V3, GLM, MINICPM3 = MLA_ARCHITECTURES
 
 REQUIRED = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5}
 
@@ -25,6 +25,13 @@ def test_absent_keys_mean_what_transformers_takes_them_for(architecture: str, tm
         assert getattr(config.mla, key) == getattr(theirs, key), key
     for key in ("rms_norm_eps", "tie_word_embeddings", "attention_bias", "max_position_embeddings"):
         assert getattr(config, key) == getattr(theirs, key), key
+    assert config.rope.theta == theirs.rope_parameters["rope_theta"]
+    if architecture == MINICPM3:
+        assert config.embedding_scale == theirs.scale_emb
+        assert config.residual_scale == pytest.approx(theirs.scale_depth / 5**0.5, rel=1e-12)
+        assert config.logits_scale == pytest.approx(1 / theirs.logits_scaling, rel=1e-12)
+        assert (config.moe, config.rope.interleaved) == (None, False)
+        return
     moe = config.moe
     assert moe is not None
     assert moe.num_experts == theirs.n_routed_experts
@@ -34,7 +41,6 @@ def test_absent_keys_mean_what_transformers_takes_them_for(architecture: str, tm
     assert moe.routed_scaling_factor == theirs.routed_scaling_factor
     assert moe.norm_topk_prob == theirs.norm_topk_prob
     assert (moe.n_group, moe.topk_group) == (theirs.n_group or 1, theirs.topk_group or 1)
-    assert config.rope.theta == theirs.rope_parameters["rope_theta"]
     assert config.rope.interleaved == getattr(theirs, "rope_interleave", True)
     if architecture in (GLM, *SPARSE_ARCHITECTURES):
         expected = [kind == "sparse" for kind in theirs.mlp_layer_types]

@@ -19,7 +19,7 @@ from prefold.workspace import Workspace
 
 torch.set_num_threads(1)
 
-V2, V3, GLM = MLA_ARCHITECTURES
+V2, V3, GLM, MINICPM3 = MLA_ARCHITECTURES
 PROMPT, DECODED = 584, 16
 MAX_MODEL_LEN = PROMPT + DECODED
 
@@ -64,7 +64,7 @@ def variants() -> list[Variant]:
     out = []
     for architecture in MLA_ARCHITECTURES:
         for rope_type, parameters in ROPES.items():
-            for interleave in (True,) if architecture == V2 else (True, False):
+            for interleave in (True,) if architecture in (V2, MINICPM3) else (True, False):
                 i = len(out)
                 overrides = {
                     "rope_parameters": {"rope_type": rope_type, "rope_theta": 10000.0, **parameters},
@@ -73,7 +73,7 @@ def variants() -> list[Variant]:
                     "attention_bias": i // 2 % 2 == 1,
                     "tie_word_embeddings": i // 4 % 2 == 1,
                 }
-                if architecture != V2:
+                if architecture not in (V2, MINICPM3):
                     overrides["rope_interleave"] = interleave
                 if rope_type == "dynamic":
                     # transformers scales by the longest sequence so far, we by max_model_len.

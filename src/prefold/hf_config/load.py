@@ -26,6 +26,7 @@ _ARCHITECTURE_OF_MODEL_TYPE = {
     "kimi_k2": "DeepseekV3ForCausalLM",
     "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
     "glm_moe_dsa": "GlmMoeDsaForCausalLM",
+    "minicpm3": "MiniCPM3ForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",

@@ -1,4 +1,5 @@
-"""Keys of the architectures with latent attention: DeepSeek-V2, V3 (Kimi-K2), V3.2, GLM-4.7-Flash, GLM-5."""
+"""Keys of the architectures with latent attention: DeepSeek-V2, V3 (Kimi-K2), V3.2, GLM-4.7-Flash, GLM-5,
+MiniCPM3."""
 
 from __future__ import annotations
 
@@ -79,6 +80,22 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 202752,
     },
+    "MiniCPM3ForCausalLM": _COMMON_DEFAULTS
+    | {
+        "q_lora_rank": 768,
+        "kv_lora_rank": 256,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 32,
+        "v_head_dim": None,
+        "n_routed_experts": None,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "num_nextn_predict_layers": 0,
+        "max_position_embeddings": 32768,
+        "scale_emb": 12,
+        "scale_depth": 1.4,
+        "dim_model_base": 256,
+    },
 }
 
 
@@ -90,25 +107,44 @@ def read_mla(get: Reader, architecture: str) -> dict[str, Any]:
         kv_lora_rank=get.size("kv_lora_rank"),
         qk_nope_head_dim=get.size("qk_nope_head_dim", minimum=0),
         qk_rope_head_dim=get.size("qk_rope_head_dim", minimum=2),
-        v_head_dim=get.size("v_head_dim"),
+        v_head_dim=_v_head_dim(get),
         dsa=dsa.read_dsa(get, architecture) if is_sparse else None,
     )
-    is_v2 = architecture == "DeepseekV2ForCausalLM"
-    # These always pair neighbours; they have no such key.
-    interleaved = is_v2 or is_sparse or bool(get("rope_interleave"))
+    is_v2, is_minicpm3 = architecture == "DeepseekV2ForCausalLM", architecture == "MiniCPM3ForCausalLM"
+    # V2 and sparse models always pair neighbours, MiniCPM3 never does; they have no such key.
+    interleaved = is_v2 or is_sparse or (not is_minicpm3 and bool(get("rope_interleave")))
     rope = read_rope(get, mla.qk_rope_head_dim, "qk_rope_head_dim", interleaved)
     moe_layers = _moe_layers(get, architecture)
     return {
         "mla": mla,
         "attention_bias": bool(get("attention_bias")),
         "qk_norm_eps": _QK_NORM_EPS,
-        # Only DeepSeek-V2's MLP knows a bias.
-        "mlp_bias": is_v2 and bool(get("mlp_bias")),
+        # The MLPs of the others know no bias.
+        "mlp_bias": (is_v2 or is_minicpm3) and bool(get("mlp_bias")),
         "rope": rope,
         "softmax_scale": _softmax_scale(mla, rope),
         "moe": _moe(get, architecture) if any(moe_layers) else None,
         "moe_layers": moe_layers,
         "num_nextn_predict_layers": int(get("num_nextn_predict_layers") or 0),
+        **(_minicpm3_scales(get) if is_minicpm3 else {}),
+    }
+
+
+def _v_head_dim(get: Reader) -> int:
+    """As the key says, or (MiniCPM3) the hidden size over the heads."""
+    if get("v_head_dim") is None:
+        return get.size("hidden_size") // get.size("num_attention_heads")
+    return get.size("v_head_dim")
+
+
+def _minicpm3_scales(get: Reader) -> dict[str, float]:
+    """Factors of the residual stream, from MiniCPM's keys; null is "as if there were none"."""
+    num_layers, hidden_size = get.size("num_hidden_layers"), get.size("hidden_size")
+    depth, base = get("scale_depth"), get("dim_model_base")
+    return {
+        "embedding_scale": float(get("scale_emb")),
+        "residual_scale": 1.0 if depth is None else depth / math.sqrt(num_layers),
+        "logits_scale": 1.0 if base is None else base / hidden_size,
     }
 
 
@@ -136,7 +172,7 @@ def _moe_layers(get: Reader, architecture: str) -> tuple[bool, ...]:
         return tuple(kind == "sparse" for kind in types)
     if get("moe_layer_freq") != 1:
         raise ValueError(f"moe_layer_freq={get('moe_layer_freq')} is not supported, only 1")
-    if get("n_routed_experts") is None:
+    if get("n_routed_experts") is None or architecture == "MiniCPM3ForCausalLM":
         return (False,) * num_layers
     return tuple(i >= get("first_k_dense_replace") for i in range(num_layers))
 

@@ -155,6 +155,7 @@ class Decoder(nn.Module):
             assert hidden is None
             residual = self.workspace.get("model.residual", shape, self.compute_dtype)
             self.embedding.embed(input_ids, out=residual)
+            _scale_(residual, self.config.embedding_scale)
         else:
             assert hidden is not None, "a later stage computes on what the previous one returned"
             assert hidden.shape == shape, (hidden.shape, shape)
@@ -164,13 +165,13 @@ class Decoder(nn.Module):
             assert isinstance(layer, DecoderLayer)
             self.layer_begins(layer_idx)
             x = _add_norm(layer.input_norm, residual, delta, normed)
-            delta = layer.attention(x, rope_rows, ctx)
+            delta = _scale_(layer.attention(x, rope_rows, ctx), self.config.residual_scale)
             x = _add_norm(layer.post_attention_norm, residual, delta, normed)
-            delta = layer.mlp(x)
+            delta = _scale_(layer.mlp(x), self.config.residual_scale)
         assert delta is not None
         if self.norm is None:
             return residual.add_(delta)
-        return _add_norm(self.norm, residual, delta, normed)
+        return _scale_(_add_norm(self.norm, residual, delta, normed), self.config.logits_scale)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [n, hidden] -> [n, vocab_size] float32 on all TP ranks of the last stage, which must
@@ -201,6 +202,11 @@ class Decoder(nn.Module):
         # The multi-token-prediction layers come after the last one.
         num_layers = self.config.num_layers + self.config.num_nextn_predict_layers
         return layer is not None and layer[1] not in self.layers and int(layer[1]) < num_layers
+
+
+def _scale_(x: torch.Tensor, factor: float) -> torch.Tensor:
+    """In place; most models have no such factor."""
+    return x if factor == 1.0 else x.mul_(factor)
 
 
 def _add_norm(

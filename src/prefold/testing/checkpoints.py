@@ -89,6 +89,7 @@ _TINY_OF: dict[str, dict[str, Any]] = {
         "topk_group": 1,
     },
     "Glm4MoeLiteForCausalLM": {"topk_method": "noaux_tc", "n_group": 1, "topk_group": 1},
+    "MiniCPM3ForCausalLM": {"scale_emb": 3, "scale_depth": 1.4, "dim_model_base": 32},
     "LlamaForCausalLM": {},
     "MistralForCausalLM": {"sliding_window": None},
     "Qwen2ForCausalLM": {},
