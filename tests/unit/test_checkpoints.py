@@ -92,8 +92,8 @@ def test_any_vocabulary_size(tmp_path: Path, vocab_size: int):
 
 
 def test_experts_are_used_unevenly_but_all(checkpoint: Path):
-    architecture = load_model_config(checkpoint).architecture
-    model = getattr(transformers, architecture).from_pretrained(checkpoint, dtype=torch.float32)
+    config = load_model_config(checkpoint)
+    model = getattr(transformers, config.architecture).from_pretrained(checkpoint, dtype=torch.float32)
     counts = []
     for module in model.modules():
         if type(module).__name__.endswith("TopkRouter"):
@@ -102,7 +102,7 @@ def test_experts_are_used_unevenly_but_all(checkpoint: Path):
             )
     with torch.no_grad():
         model(torch.arange(320)[None])
-    assert counts
+    assert len(counts) == sum(config.moe_layers)
     for count in counts:
         assert count.min() > 0
         assert count.max() > 1.5 * count.min()
