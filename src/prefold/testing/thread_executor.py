@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import queue
 import threading
+import time
 import traceback
 import weakref
 from dataclasses import replace
@@ -100,6 +101,11 @@ class ThreadExecutor:
             self._failure = f"the engine is dead: {self._world.failure}"
         if self._failure is not None:
             raise EngineDeadError(self._failure)
+
+    def wait(self, timeout_s: float) -> None:
+        """Nobody wakes this executor."""
+        self.check_health()
+        time.sleep(timeout_s)
 
     def shutdown(self) -> None:
         """End the ranks; they are not waited for."""
