@@ -1,0 +1,36 @@
+"""What holds for all tests: the order of the files, and less work for Python's garbage collector."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+
+LONG_FILES = [
+    "distributed/test_layouts.py",
+    "e2e/test_nodes.py",
+    "e2e/test_failures.py",
+    "distributed/test_layouts_gqa.py",
+    "distributed/test_layouts_dcp.py",
+    "distributed/test_layouts_dsa.py",
+    "distributed/test_context_parallel_dcp.py",
+    "distributed/test_context_parallel.py",
+    "distributed/test_pipeline.py",
+    "distributed/test_layouts_dsa_shards.py",
+]
+"""By measured time, the longest first. A file runs on one worker: a long one that comes last runs alone."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    place = {here / name: i for i, name in enumerate(LONG_FILES)}
+    missing = [str(path) for path in place if not path.exists()]
+    assert not missing, f"LONG_FILES names {missing}"
+    items.sort(key=lambda item: place.get(item.path, len(place)))
+
+
+def pytest_collection_finish() -> None:
+    """torch and all tests are imported: a million objects that the collector need not walk again."""
+    gc.collect()
+    gc.freeze()
