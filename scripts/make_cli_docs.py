@@ -11,7 +11,17 @@ from pathlib import Path
 
 PAGE = Path(__file__).parents[1] / "docs" / "cli.md"
 
-COMMANDS = ("", "generate", "serve", "bench latency", "layouts", "demo", "explain", "convert-mla")
+COMMANDS = (
+    "",
+    "generate",
+    "serve",
+    "bench latency",
+    "bench serve",
+    "layouts",
+    "demo",
+    "explain",
+    "convert-mla",
+)
 
 HEAD = """# Command line
 

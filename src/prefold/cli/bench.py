@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 from tyro.conf import Positional, UseAppendAction, arg, subcommand
 
+from prefold.cli.bench_serve import ServeBenchArgs, run_serve_bench
 from prefold.cli.nodes import join_torchrun, run_as_node, runs_engine
 from prefold.cli.options import TYRO_CONFIG, EngineOptions, Flag, number
 from prefold.config import ParallelConfig
@@ -70,13 +71,11 @@ class LatencyArgs:
 class BenchArgs:
     """Measure speed on this machine."""
 
-    # A union of at least two is what makes subcommands; there is one so far.
-    what: Annotated[LatencyArgs, subcommand("latency")] | Annotated[None, tyro.conf.Suppress]
+    what: Annotated[LatencyArgs, subcommand("latency")] | Annotated[ServeBenchArgs, subcommand("serve")]
 
 
 def run(args: BenchArgs) -> int:
-    assert args.what is not None
-    return run_latency(args.what)
+    return run_serve_bench(args.what) if isinstance(args.what, ServeBenchArgs) else run_latency(args.what)
 
 
 def run_latency(args: LatencyArgs) -> int:
