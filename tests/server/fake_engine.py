@@ -55,6 +55,10 @@ class FakeEngine:
         self.prompts.append(prompt_token_ids)
         if self.refusal is not None:
             raise self.refusal
+        if not prompt_token_ids:
+            raise ValueError(f"request {request_id}: the prompt is empty")
+        if max(prompt_token_ids) >= self.config.model.vocab_size:
+            raise ValueError(f"request {request_id}: a token is outside the vocabulary")
         max_tokens = MAX_MODEL_LEN - len(prompt_token_ids) if params.max_tokens is None else params.max_tokens
         self.running.add(request_id)
         try:
@@ -74,7 +78,7 @@ class FakeEngine:
         return [ord(character) for character in text]
 
     async def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
-        return "".join(map(chr, token_ids))
+        return "".join(chr(token_id) for token_id in token_ids if token_id < 0x110000)
 
     async def apply_chat_template(self, messages: list[dict[str, Any]], **options: Any) -> str:
         self.template_calls.append((messages, options))

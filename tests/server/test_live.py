@@ -12,17 +12,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
 import openai
-import psutil
 import pytest
 
 from prefold.testing.checkpoints import make_checkpoint
+from prefold.testing.live_server import Server, serving, wait_for
 
 ROOT = Path(__file__).parents[2]
 MAX_MODEL_LEN = 600
@@ -31,62 +31,6 @@ OPTIONS = [
     *("--max-model-len", str(MAX_MODEL_LEN), "--max-num-batched-tokens", "64"),
 ]
 TEXT = "The ranks of one prompt are the parts of another. "
-
-
-class Server:
-    """A running `prefold serve`; `lines` is what it printed."""
-
-    def __init__(self, folder: Path, *options: str) -> None:
-        command = [sys.executable, "-m", "prefold", "serve", str(folder), "--port", "0", *OPTIONS, *options]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        self.lines: list[str] = []
-        threading.Thread(target=self._read, daemon=True).start()
-        self.url = self._wait_for(r"^Serving \S+ at (\S+)")
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        self.lines.extend(iter(self.process.stdout.readline, ""))
-        self.process.stdout.close()
-
-    def _wait_for(self, pattern: str) -> str:
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline:
-            found = re.search(pattern, self.output, re.MULTILINE)
-            if found:
-                return found.group(1)
-            assert self.process.poll() is None, self.output
-            time.sleep(0.02)
-        raise AssertionError(f"no {pattern!r} in {self.output!r}")
-
-    @property
-    def output(self) -> str:
-        return "".join(self.lines)
-
-    @property
-    def client(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="any", max_retries=0, timeout=60)
-
-    def stop(self) -> None:
-        """End it if it has not ended, with all that it started."""
-        if self.process.poll() is None:
-            children = psutil.Process(self.process.pid).children(recursive=True)
-            self.process.terminate()
-            try:
-                self.process.wait(20)
-            finally:
-                for process in [*children, psutil.Process()][:-1]:
-                    if process.is_running():
-                        process.kill()
-                self.process.kill()
-
-
-@contextmanager
-def serving(folder: Path, *options: str) -> Iterator[Server]:
-    server = Server(folder, *options)
-    try:
-        yield server
-    finally:
-        server.stop()
 
 
 @pytest.fixture(scope="module")
@@ -98,14 +42,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Server]:
     """Two PCP ranks."""
-    with serving(folder, "-pcp", "2") as server:
+    with serving(folder, *OPTIONS, "-pcp", "2") as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def single(folder: Path) -> Iterator[Server]:
     """One rank, keys."""
-    with serving(folder, "--api-key", "any", "--drain-timeout", "30") as server:
+    with serving(folder, *OPTIONS, "--api-key", "any", "--drain-timeout", "30") as server:
         yield server
 
 
@@ -271,35 +215,21 @@ def test_a_client_that_leaves(server: Server, client: openai.OpenAI, length: int
     url = httpx.URL(server.url)
     max_tokens = MAX_MODEL_LEN - length
     rng = random.Random(2 * length + stream)  # nothing of it is in the prefix cache
-    wait_for(lambda: metric(server, "num_requests_running") == 0)
-    before = metric(server, "pcp_rank_tokens_total")
+    wait_for(lambda: server.metric("num_requests_running") == 0)
+    before = server.metric("pcp_rank_tokens_total")
     connections = [socket.create_connection((url.host, url.port or 80)) for _ in range(3)]
     for connection in connections:
         prompt = [rng.randrange(5, 300) for _ in range(length)]
         body = {"prompt": prompt, "max_tokens": max_tokens, "stream": stream, "ignore_eos": True}
         connection.sendall(request_bytes(url, body))
-    wait_for(lambda: metric(server, "num_requests_running") > 0)
+    wait_for(lambda: server.metric("num_requests_running") > 0)
     for connection in connections:
         connection.close()
-    wait_for(lambda: metric(server, "num_requests_running") + metric(server, "num_requests_waiting") == 0)
-    assert metric(server, "kv_cache_usage_ratio") == 0
-    assert metric(server, "pcp_rank_tokens_total") - before < 3 * MAX_MODEL_LEN - 150
+    wait_for(server.is_idle)
+    assert server.metric("pcp_rank_tokens_total") - before < 3 * MAX_MODEL_LEN - 150
     # Whoever comes next has the engine for itself.
     full = complete(client, [7] * (MAX_MODEL_LEN - 1), max_tokens=1)
     assert full.choices[0].finish_reason == "length"
-
-
-def metric(server: Server, name: str) -> float:
-    """Sum of a metric over its labels; 0 before the first."""
-    lines = httpx.get(f"{server.url}/metrics").text.splitlines()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if re.match(rf"prefold_{name}[ {{]", line))
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 10) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.01)
 
 
 def readme_commands() -> list[str]:
