@@ -25,6 +25,7 @@ FOUNDATION = {
     "config",
     "control",
     "request",
+    "grammar",
     "step",
     "kv_spec",
     "kv_ownership",
@@ -52,6 +53,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "gguf_tokenizer": {"gguf_file"},
     "tokenizer": {"checkpoint_files", "gguf_file", "gguf_tokenizer"},
     "step": {"request"},
+    "grammar": {"request"},
     "metrics": {"step"},
     "tracing": set(),
     "control": {"config"},
@@ -84,7 +86,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "loader": {"layers", "checkpoint_files", "config", "quantization"},
     "attention.backend": {"config"},  # what a model sees of attention: nothing of PCP
     "models": {"attention.backend", "layers", "config", "hf_config", "workspace", "distributed"},
-    "sampling": {"request", "step"},
+    "sampling": {"request", "step", "grammar", "tokenizer"},
     "worker": {
         "attention",
         "control",

@@ -5,6 +5,7 @@ Names are vLLM's. Nothing here imports torch: the scheduler and the server use t
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,47 @@ GREEDY_EPSILON = 1e-5
 
 MAX_LOGPROBS = 20
 """Largest `logprobs` / `prompt_logprobs` a request may ask for."""
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the generated text must look like. Exactly one of:
+
+    Attributes:
+        json_schema: JSON that the schema, itself a text of JSON, describes.
+        json_object: any JSON object.
+        regex: the whole text matches this regular expression.
+        choice: one of these texts.
+        grammar: a text of this grammar, in Lark's notation; it begins with `start`.
+    """
+
+    json_schema: str | None = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: Sequence[str] = ()
+    grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.choice, str):
+            raise ValueError("structured_outputs: choice takes a list of texts")
+        msgspec.structs.force_setattr(self, "choice", tuple(self.choice))
+        given = [name for name in self.__struct_fields__ if getattr(self, name) not in (None, False, ())]
+        if len(given) != 1:
+            names = ", ".join(self.__struct_fields__)
+            raise ValueError(
+                f"structured_outputs takes exactly one of {names}; given: {', '.join(given) or 'none'}"
+            )
+        if self.json_schema is not None:
+            _check_schema(self.json_schema)
+
+
+def _check_schema(text: str) -> None:
+    """Only that it is a JSON object, or true or false; whoever compiles it says more."""
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"structured_outputs: json_schema is no JSON: {error}") from None
+    if not isinstance(schema, dict | bool):
+        raise ValueError("structured_outputs: json_schema must be a JSON object")
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -42,6 +84,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         repetition_penalty: divides positive and multiplies negative logits of prompt and generated tokens.
         logit_bias: added to the logits of the named token ids.
         skip_special_tokens: leave special tokens out of the text.
+        structured_outputs: what the text must look like. The request then ends with an end-of-sequence token,
+            which is allowed where the text may end; before `min_tokens` only if nothing else is.
     """
 
     n: int = 1
@@ -62,6 +106,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] | None = None
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         # Frozen structs are normalised in place once, here, so that every reader sees one form.
@@ -107,6 +152,8 @@ def _check_sampling(p: SamplingParams) -> None:
         raise ValueError(f"min_tokens={p.min_tokens} is above max_tokens={p.max_tokens}")
     if any(not s for s in p.stop):
         raise ValueError("stop holds an empty string, which would end every text at once")
+    if p.structured_outputs is not None and p.ignore_eos:
+        raise ValueError("ignore_eos cannot be combined with structured_outputs, whose texts have an end")
     below_zero = [token_id for token_id in p.stop_token_ids if token_id < 0]
     if below_zero:
         raise ValueError(f"stop_token_ids holds {below_zero[0]}: token ids start at 0")

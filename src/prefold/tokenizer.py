@@ -118,6 +118,12 @@ class Tokenizer:
             return self.token_bytes(token)
         return self.token_text(token_id).encode("utf-8")
 
+    @property
+    def chat_template(self) -> str | None:
+        """The checkpoint's; of several named ones all, one after the other."""
+        template = self.hf.chat_template
+        return "\n".join(template.values()) if isinstance(template, dict) else template
+
     def apply_chat_template(
         self,
         messages: list[dict[str, Any]],

@@ -17,6 +17,8 @@ MAX_MODEL_LEN = 64
 class FakeTokenizer:
     """A character is a token."""
 
+    chat_template: str | None = None
+
     def token_text(self, token_id: int) -> str:
         return chr(token_id)
 
@@ -25,8 +27,9 @@ class FakeTokenizer:
 
 
 class FakeEngine:
-    """Attributes that tests set: `gate` (cleared, generation waits before every token), `failure`,
-    `refusal` (raised by the next requests), `max_waiting`. `running` and `aborted` are request ids."""
+    """Attributes that tests set: `answer` (every prompt is continued with that, and no more), `gate`
+    (cleared, generation waits before every token), `failure`, `refusal` (raised by the next requests),
+    `max_waiting`. `running` and `aborted` are request ids."""
 
     def __init__(self) -> None:
         self.status = EngineStatus.READY
@@ -38,6 +41,7 @@ class FakeEngine:
             model=SimpleNamespace(path="/models/fake", vocab_size=0x110000),
             digest=lambda: "0123456789abcdef",
         )
+        self.answer: str | None = None
         self.gate = asyncio.Event()
         self.gate.set()
         self.dead = asyncio.Event()
@@ -60,6 +64,8 @@ class FakeEngine:
         if max(prompt_token_ids) >= self.config.model.vocab_size:
             raise ValueError(f"request {request_id}: a token is outside the vocabulary")
         max_tokens = MAX_MODEL_LEN - len(prompt_token_ids) if params.max_tokens is None else params.max_tokens
+        if self.answer is not None:
+            max_tokens = min(params.max_tokens or len(self.answer), len(self.answer))
         self.running.add(request_id)
         try:
             for num in range(0 if max_tokens == 0 else 1, max_tokens + 1):
@@ -67,12 +73,23 @@ class FakeEngine:
                 await asyncio.sleep(0)
                 if self.failure is not None:
                     raise EngineDeadError(self.failure)
-                yield _output(request_id, prompt, prompt_token_ids, params, num, num == max_tokens)
+                output = _output(request_id, prompt, prompt_token_ids, params, num, num == max_tokens)
+                yield output if self.answer is None else self._answered(output, num)
         except (asyncio.CancelledError, GeneratorExit):
             self.aborted.append(request_id)
             raise
         finally:
             self.running.discard(request_id)
+
+    def _answered(self, output: RequestOutput, num: int) -> RequestOutput:
+        assert self.answer is not None
+        for sample in output.outputs:
+            sample.text, sample.token_ids = self.answer[:num], [ord(c) for c in self.answer[:num]]
+            if sample.logprobs is not None:
+                sample.logprobs = [_logprobs(token_id, 0) for token_id in sample.token_ids]
+            if sample.finish_reason is not None and num == len(self.answer):
+                sample.finish_reason = "stop"
+        return output
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [ord(character) for character in text]

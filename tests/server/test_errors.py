@@ -49,7 +49,7 @@ OUT_OF_RANGE: list[tuple[str, Any]] = [
     ("suffix", "x"),
     *[("stream", value) for value in (1, "true")],
     ("model", 5),
-    ("response_format", {"type": "json_object"}),
+    ("response_format", {"type": "json_schema"}),
     ("response_format", {"type": "xml"}),
 ]
 

@@ -194,6 +194,65 @@ def test_what_is_refused(client: openai.OpenAI):
     assert complete(client, seed=2**63 - 1, n=3, temperature=1).choices[2].text is not None
 
 
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 5}, "days": {"enum": [1, 2, 3]}},
+            "required": ["city", "days"],
+            "additionalProperties": False,
+        },
+    },
+}
+QUESTION: Any = [{"role": "user", "content": "What is the weather?"}]
+
+
+def answer(client: openai.OpenAI, **options: Any) -> Any:
+    given = {"model": "demo", "temperature": 1.0, "seed": 1, "max_tokens": 400} | options
+    return client.chat.completions.create(messages=QUESTION, **given)
+
+
+def check_weather(arguments: str) -> None:
+    values = json.loads(arguments)
+    assert values.keys() == {"city", "days"}
+    assert len(values["city"]) <= 5
+    assert values["days"] in (1, 2, 3)
+
+
+def test_answers_follow_a_schema(client: openai.OpenAI):
+    schema = WEATHER["function"]["parameters"]
+    form = {"type": "json_schema", "json_schema": {"name": "weather", "schema": schema, "strict": True}}
+    choices = answer(client, response_format=form, n=2).choices
+    assert [choice.finish_reason for choice in choices] == ["stop"] * 2
+    for choice in choices:
+        check_weather(choice.message.content)
+    form["json_schema"]["schema"] = {"type": "nothing"}
+    with pytest.raises(openai.BadRequestError, match="Invalid type: nothing"):
+        answer(client, response_format=form)
+    extra = {"structured_outputs": {"choice": ["rain", "sun"]}}
+    assert complete(client, extra_body=extra).choices[0].text in ("rain", "sun")
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_tools_are_called(client: openai.OpenAI, choice: Any):
+    options = {"tools": [WEATHER], "tool_choice": choice, "parallel_tool_calls": False}
+    whole = answer(client, **options).choices[0]
+    (call,) = whole.message.tool_calls
+    assert call.function.name == "weather"
+    check_weather(call.function.arguments)
+    assert whole.finish_reason == "tool_calls"
+    chunks = [chunk.choices[0] for chunk in answer(client, stream=True, **options)]
+    pieces = [piece for chunk in chunks for piece in chunk.delta.tool_calls or ()]
+    assert (pieces[0].function.name, {piece.index for piece in pieces}) == ("weather", {0})
+    assert "".join(piece.function.arguments for piece in pieces) == call.function.arguments
+    assert len(pieces) > 4
+    assert chunks[-1].finish_reason == "tool_calls"
+    history: Any = [*QUESTION, whole.message, {"role": "tool", "tool_call_id": call.id, "content": "rain"}]
+    assert client.chat.completions.create(messages=history, **GREEDY).choices[0].message.content
+
+
 def test_keys(single: Server):
     wrong = openai.OpenAI(base_url=f"{single.url}/v1", api_key="wrong", max_retries=0)
     with pytest.raises(openai.AuthenticationError):

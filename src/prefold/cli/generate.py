@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import msgspec
 from tyro.conf import Positional, arg
 
 from prefold.checkpoint_files import find_checkpoint
@@ -15,7 +16,7 @@ from prefold.cli.nodes import join_torchrun, run_as_node, runs_engine
 from prefold.cli.options import EngineOptions, Flag, SamplingOptions, text
 from prefold.cli.progress import make_progress
 from prefold.cli.run import RunResult, run_requests
-from prefold.request import Logprob, RequestOutput
+from prefold.request import Logprob, RequestOutput, StructuredOutputs
 from prefold.tokenizer import has_tokenizer
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class GenerateArgs:
         prompt_file: UTF-8 text file that holds the prompt. A dash is standard input.
         prompt_token_ids: JSON file with a list of token ids, or with a list of such lists for a batch of
             prompts. The tokenizer is not used for them. A dash is standard input.
+        json_schema: JSON schema that the text must follow.
         chat: Wrap the prompt in the model's chat template, as the user's message.
         json: Print one JSON object with outputs and metrics instead of the text.
         stream: Print the text as it comes.
@@ -48,6 +50,7 @@ class GenerateArgs:
     prompt: Annotated[str | None, text("TEXT")] = None
     prompt_file: Annotated[str | None, text("FILE")] = None
     prompt_token_ids: Annotated[str | None, text("FILE")] = None
+    json_schema: Annotated[str | None, text("FILE")] = None
     chat: Flag = False
     json: Flag = False
     stream: Flag = False
@@ -58,6 +61,9 @@ class GenerateArgs:
 def run(args: GenerateArgs) -> int:
     find_checkpoint(args.model)  # first of all: a wrong path is the likeliest mistake
     params = args.sampling.to_params()
+    if args.json_schema is not None:
+        structured = StructuredOutputs(json_schema=_read(args.json_schema))
+        params = msgspec.structs.replace(params, structured_outputs=structured)
     prompt = _read_prompt(args)
     if args.stream and args.json:
         raise ValueError("--stream prints text as it comes and --json one object at the end: choose one")

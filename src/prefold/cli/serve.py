@@ -33,6 +33,8 @@ class ServeArgs:
         ssl_certfile: Certificate, for https.
         ssl_ca_certs: Clients must show a certificate that one of these has signed.
         chat_template: Jinja template for chats, instead of the checkpoint's.
+        tool_call_parser: How the model writes tool calls. auto is what its chat template shows, none leaves
+            them in the text.
         generation_config: auto takes the sampling defaults of the checkpoint's generation_config.json, none
             OpenAI's: temperature 1 and nothing left out.
         max_waiting: Requests that may wait for a place; further ones get status 429.
@@ -56,6 +58,9 @@ class ServeArgs:
     ssl_certfile: Annotated[str | None, text("FILE")] = None
     ssl_ca_certs: Annotated[str | None, text("FILE")] = None
     chat_template: Annotated[str | None, text("FILE")] = None
+    tool_call_parser: Literal["auto", "none", "hermes", "llama3_json", "mistral", "deepseek_v3", "glm"] = (
+        "auto"
+    )
     generation_config: Literal["auto", "none"] = "auto"
     max_waiting: Annotated[int, number()] = 1024
     restart_workers: Flag = False
@@ -90,6 +95,7 @@ def run(args: ServeArgs) -> int:
         request_timeout_s=args.request_timeout,
         drain_timeout_s=args.drain_timeout,
         chat_template=None if args.chat_template is None else _read(args.chat_template),
+        tool_call_parser=args.tool_call_parser,
         defaults=read_sampling_defaults(folder) if args.generation_config == "auto" else None,
         log_requests=args.log_requests,
     )

@@ -71,6 +71,10 @@ class LLMEngine:
             EngineDeadError: a rank has failed before.
         """
         self.core.raise_if_dead()
+        if params.structured_outputs is not None:
+            from prefold.grammar import check_grammar  # takes a while to import
+
+            check_grammar(params.structured_outputs)
         token_ids = _integers(request_id, prompt_token_ids)
         now = time.monotonic()
         sample_ids = self._outputs.add_request(request_id, prompt, token_ids, params, now, stream)

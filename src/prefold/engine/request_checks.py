@@ -31,6 +31,11 @@ def check_request(
         raise ValueError(
             f"request {request_id}: logit_bias names token {biased}, outside the vocabulary [0, {vocab_size})"
         )
+    if params.structured_outputs is not None and not config.model.eos_token_ids:
+        raise ValueError(
+            f"request {request_id}: structured_outputs is not possible, as this model has no end-of-sequence "
+            "token"
+        )
     check_servable(config, request_id, num_tokens, max_tokens)
     return max_tokens
 

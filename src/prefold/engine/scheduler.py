@@ -359,7 +359,10 @@ class Scheduler:
         """Why the request ends with this token, its latest; None: it goes on."""
         num_tokens = len(request.all_token_ids)
         num_output = num_tokens - request.num_prompt_tokens
-        if num_output >= request.sampling_params.min_tokens and token_id in request.end_token_ids:
+        params = request.sampling_params
+        # A structured output that is complete has nowhere to go on to.
+        may_end = num_output >= params.min_tokens or params.structured_outputs is not None
+        if may_end and token_id in request.end_token_ids:
             return RequestStatus.FINISHED_STOPPED
         if num_output >= request.max_tokens or num_tokens >= self.max_model_len:
             return RequestStatus.FINISHED_LENGTH

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ class SamplingMetadata:
         num_generated: tokens generated before this one, also across preemptions: the draw's counter.
         prompt_token_ids, output_token_ids: integer arrays (views), read for penalties only.
         eos_token_ids: suppressed together with `stop_token_ids` before `min_tokens`.
+        allowed: by row, [vocab] bool: the only tokens that it may take. Not an entry per row.
     """
 
     request_ids: Sequence[str]
@@ -46,9 +47,11 @@ class SamplingMetadata:
     prompt_token_ids: Sequence[np.ndarray]
     output_token_ids: Sequence[np.ndarray]
     eos_token_ids: Sequence[tuple[int, ...]]
+    allowed: dict[int, np.ndarray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        assert len({len(rows) for rows in vars(self).values()}) == 1, "fields disagree on the number of rows"
+        per_row = [rows for name, rows in vars(self).items() if name != "allowed"]
+        assert len({len(rows) for rows in per_row}) == 1, "fields disagree on the number of rows"
 
     def __len__(self) -> int:
         return len(self.params)
@@ -65,9 +68,10 @@ class SamplerOutput:
 class Sampler:
     """Samples one token per row.
 
-    Order: logprobs (of the raw logits), logit_bias, min_tokens, penalties, temperature, min_p, top_k,
-    top_p, draw. A greedy row takes the largest logit after the penalties, the lowest id among equals.
-    The draw depends on (seed, num_generated) and the row's own logits, never on the rest of the batch.
+    Order: logprobs (of the raw logits), logit_bias, min_tokens, penalties, allowed tokens, temperature,
+    min_p, top_k, top_p, draw. A greedy row takes the largest allowed logit after the penalties, the lowest id
+    among equals. The draw depends on (seed, num_generated) and the row's own logits, never on the rest of the
+    batch.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -100,14 +104,16 @@ class Sampler:
 
 
 def apply_processors(logits: torch.Tensor, metadata: SamplingMetadata) -> None:
-    """logit_bias, min_tokens and penalties on `logits` [n, vocab], in place."""
+    """logit_bias, min_tokens, penalties and allowed tokens on `logits` [n, vocab], in place."""
     _apply_logit_bias(logits, metadata)
     _apply_min_tokens(logits, metadata)
     _apply_penalties(logits, metadata)
+    for row, allowed in metadata.allowed.items():
+        logits[row].masked_fill_(torch.from_numpy(~allowed).to(logits.device), -torch.inf)
 
 
 def _needs_processing(metadata: SamplingMetadata) -> bool:
-    return any(
+    return bool(metadata.allowed) or any(
         p.logit_bias or _has_penalty(p) or generated < p.min_tokens
         for p, generated in zip(metadata.params, metadata.num_generated, strict=True)
     )
@@ -151,10 +157,16 @@ def _apply_min_tokens(logits: torch.Tensor, metadata: SamplingMetadata) -> None:
         for row, p in enumerate(metadata.params)
         if metadata.num_generated[row] < p.min_tokens
     ]
-    if early:
-        # A stop id beyond the vocabulary can never be sampled: nothing to suppress.
-        pairs = [(row, ids[ids < logits.shape[1]]) for row, ids in early]
+    # A stop id beyond the vocabulary can never be sampled: nothing to suppress.
+    pairs = [(row, ids[ids < logits.shape[1]]) for row, ids in early]
+    pairs = [(row, ids) for row, ids in pairs if not _must_end(metadata.allowed.get(row), ids)]
+    if pairs:
         logits[_index(pairs, logits.device)] = -torch.inf
+
+
+def _must_end(allowed: np.ndarray | None, ends: np.ndarray) -> bool:
+    """Whether nothing but one of `ends` is allowed."""
+    return allowed is not None and not np.delete(allowed, ends).any()
 
 
 def _apply_penalties(logits: torch.Tensor, metadata: SamplingMetadata) -> None:

@@ -32,6 +32,8 @@ from prefold.server.running import EngineRequest, EventStream, run_engine, run_t
 from prefold.server.sampling import chat_params
 from prefold.server.settings import SamplingDefaults
 from prefold.server.state import ServerState, state_of
+from prefold.server.structured import check_structured, structured_field
+from prefold.server.tools import AnswerReader, ToolUse, tool_use
 
 
 def chat_router() -> APIRouter:
@@ -49,11 +51,16 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
     state = state_of(request)
     engine = state.serving_engine()
     state.check_model(body.model)
-    params = chat_params(body, state.settings.defaults or SamplingDefaults())
+    template = state.settings.chat_template
+    if template is None and engine.tokenizer is not None:
+        template = engine.tokenizer.chat_template
+    tools = tool_use(body, state.settings.tool_call_parser, template)
+    params = chat_params(body, state.settings.defaults or SamplingDefaults(), tools)
+    await check_structured(engine, params, structured_field(body) if tools.structured is None else "tools")
     text, token_ids = await encode_chat(engine, body, state.settings, body.add_special_tokens is True)
     check_length([(text, token_ids)], params.max_tokens, engine.config.scheduler.max_model_len)
     engine_request = EngineRequest(f"chatcmpl-{uuid.uuid4().hex}", token_ids, params, text)
-    writer = _Writer(body, state, engine, engine_request)
+    writer = _Writer(body, state, engine, engine_request, tools)
     if body.stream:
         return await EventStream(request, writer.events()).open()
     return answer(await run_to_end(request, writer.whole()))
@@ -63,12 +70,18 @@ class _Writer:
     """Makes the response of one request out of the engine's outputs."""
 
     def __init__(
-        self, body: ChatCompletionRequest, state: ServerState, engine: AsyncLLM, engine_request: EngineRequest
+        self,
+        body: ChatCompletionRequest,
+        state: ServerState,
+        engine: AsyncLLM,
+        engine_request: EngineRequest,
+        tools: ToolUse,
     ) -> None:
         self._body = body
         self._state = state
         self._engine = engine
         self._request = engine_request
+        self._tools = tools
         self._created = int(time.time())
         self._fingerprint = fingerprint(engine)
         self._num_top = (body.top_logprobs or 0) if body.logprobs else None
@@ -95,11 +108,15 @@ class _Writer:
         return response
 
     def _choice(self, sample: CompletionOutput) -> ChatChoice:
+        reader = self._tools.reader()
+        message = reader.message(sample.text)
+        reason = finish_reason(sample, reader)
+        assert reason is not None, "the answer is there"
         return ChatChoice(
             index=sample.index,
-            message={"role": "assistant", "content": sample.text, "refusal": None},
+            message=message,
             logprobs=self._logprobs(sample, 0),
-            finish_reason=cast("FinishReason", sample.finish_reason),
+            finish_reason=reason,
             stop_reason=sample.stop_reason,
         )
 
@@ -108,13 +125,12 @@ class _Writer:
         wants_usage = options is not None and bool(options.include_usage)
         in_every = wants_usage and options is not None and bool(options.continuous_usage_stats)
         usage = UsageCounter(1)
-        shown = [Shown() for _ in range(self._request.params.n)]
+        shown = [(Shown(), self._tools.reader()) for _ in range(self._request.params.n)]
         async with aclosing(run_engine(self._state, self._engine, [self._request])) as outputs:
             async for _, output in outputs:
                 usage.see(0, output)
                 for sample in output.outputs:
-                    at = shown[sample.index]
-                    for choice in self._chunk_choices(sample, at):
+                    for choice in self._chunk_choices(sample, *shown[sample.index]):
                         chunk = self._chunk([choice])
                         if wants_usage:
                             chunk["usage"] = usage.total() if in_every else None
@@ -122,24 +138,34 @@ class _Writer:
         if wants_usage:
             yield msgspec.json.encode(self._chunk([], usage.total()))
 
-    def _chunk_choices(self, sample: CompletionOutput, at: Shown) -> list[ChatChunkChoice]:
-        """What a sample has to say since `at`, which moves on. The first is its role."""
+    def _chunk_choices(
+        self, sample: CompletionOutput, at: Shown, reader: AnswerReader
+    ) -> list[ChatChunkChoice]:
+        """What a sample has to say since `at`, which moves on. The first is its role.
+
+        While it is not known whether a text is the beginning of a tool call, there is nothing to say.
+        """
         if at.finished or not at.is_news(sample):
             return []
-        choices: list[ChatChunkChoice] = []
+        deltas: list[Delta] = []
         if not at.started:
-            role = Delta(role="assistant", content="")
-            choices.append(ChatChunkChoice(index=sample.index, delta=role, logprobs=None, finish_reason=None))
-        choice = ChatChunkChoice(
-            index=sample.index,
-            delta={"content": sample.text[at.num_chars :]},
-            logprobs=self._logprobs(sample, at.num_tokens),
-            finish_reason=cast("FinishReason | None", sample.finish_reason),
-        )
+            deltas.append(Delta(role="assistant", content=""))
+            at.started = True
+        deltas += reader.read(sample.text, sample.finish_reason is not None)
+        if sample.finish_reason is not None and (not deltas or "role" in deltas[-1]):
+            deltas.append(Delta())
+        choices = [
+            ChatChunkChoice(index=sample.index, delta=delta, logprobs=None, finish_reason=None)
+            for delta in deltas
+        ]
+        if not choices or "role" in deltas[-1]:
+            return choices
+        choices[-1]["logprobs"] = self._logprobs(sample, at.num_tokens)
+        choices[-1]["finish_reason"] = finish_reason(sample, reader)
         if sample.finish_reason is not None:
-            choice["stop_reason"] = sample.stop_reason
+            choices[-1]["stop_reason"] = sample.stop_reason
         at.move_to(sample)
-        return [*choices, choice]
+        return choices
 
     def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | None = None) -> ChatChunk:
         chunk = ChatChunk(
@@ -165,3 +191,10 @@ class _Writer:
             token_text(self._engine),
             token_bytes(self._engine),
         )
+
+
+def finish_reason(sample: CompletionOutput, reader: AnswerReader) -> FinishReason | None:
+    """None while it goes on. An answer that holds calls and ended by itself has ended for them."""
+    if sample.finish_reason == "stop" and reader.has_calls:
+        return "tool_calls"
+    return cast("FinishReason | None", sample.finish_reason)

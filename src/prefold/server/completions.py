@@ -23,6 +23,7 @@ from prefold.server.running import EngineRequest, EventStream, run_engine, run_t
 from prefold.server.sampling import completion_params
 from prefold.server.settings import SamplingDefaults
 from prefold.server.state import ServerState, state_of
+from prefold.server.structured import check_structured, structured_field
 
 
 def completions_router() -> APIRouter:
@@ -41,6 +42,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     engine = state.serving_engine()
     state.check_model(body.model)
     params = completion_params(body, state.settings.defaults or SamplingDefaults())
+    await check_structured(engine, params, structured_field(body))
     prompts = await encode_prompts(engine, body.prompt, body.add_special_tokens)
     check_length(prompts, params.max_tokens, engine.config.scheduler.max_model_len)
     completion_id = f"cmpl-{uuid.uuid4().hex}"

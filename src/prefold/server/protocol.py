@@ -28,6 +28,7 @@ MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 4096
 MAX_STOP_TOKENS = 1024
 MAX_BIASES = 1024
+MAX_CHOICES = 8192
 MAX_INT32, MAX_INT64 = 2**31 - 1, 2**63 - 1
 
 
@@ -103,6 +104,16 @@ class ResponseFormat(Strict):
     json_schema: JsonSchemaFormat | None = None
 
 
+class StructuredOutputsField(Strict):
+    """vLLM's; exactly one of them."""
+
+    json_schema: Annotated[str | bool | dict[str, Any] | None, Field(alias="json")] = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)] | None = None
+    grammar: str | None = None
+
+
 class GenerationRequest(Strict):
     """What both kinds of completion share."""
 
@@ -136,6 +147,7 @@ class GenerationRequest(Strict):
     skip_special_tokens: bool | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), Whole] | None = None
     add_special_tokens: bool | None = None
+    structured_outputs: StructuredOutputsField | None = None
 
     # OpenAI's bookkeeping: accepted and ignored.
     user: str | None = None

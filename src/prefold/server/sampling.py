@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from prefold.request import SamplingParams
+import msgspec
+
+from prefold.request import SamplingParams, StructuredOutputs
 from prefold.server.errors import APIError, from_engine
 from prefold.server.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from prefold.server.settings import SamplingDefaults
+from prefold.server.structured import structured_outputs
+from prefold.server.tools import ToolUse
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default of /v1/completions; a chat goes on until max_model_len."""
@@ -13,7 +17,6 @@ COMPLETION_MAX_TOKENS = 16
 
 def completion_params(body: CompletionRequest, defaults: SamplingDefaults) -> SamplingParams:
     """APIError 400 for what cannot be done."""
-    _refuse_structured_output(body)
     if body.suffix:
         raise APIError(400, "suffix is not supported", param="suffix")
     if body.best_of is not None and body.best_of != (body.n or 1):
@@ -25,25 +28,18 @@ def completion_params(body: CompletionRequest, defaults: SamplingDefaults) -> Sa
         # Echoed tokens come with theirs.
         prompt_logprobs = max(body.logprobs, prompt_logprobs or 0)
     max_tokens = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    return _params(body, defaults, max_tokens, body.logprobs, prompt_logprobs)
+    return _params(body, defaults, max_tokens, body.logprobs, prompt_logprobs, structured_outputs(body))
 
 
-def chat_params(body: ChatCompletionRequest, defaults: SamplingDefaults) -> SamplingParams:
-    """APIError 400 for what cannot be done."""
-    _refuse_structured_output(body)
-    if body.tools and body.tool_choice not in (None, "none", "auto"):
-        raise APIError(400, "tool_choice other than none and auto is not supported yet", param="tool_choice")
-    if not body.tools and body.tool_choice not in (None, "none"):
-        raise APIError(400, "tool_choice is only allowed when tools are given", param="tool_choice")
+def chat_params(body: ChatCompletionRequest, defaults: SamplingDefaults, tools: ToolUse) -> SamplingParams:
+    """APIError 400 for what cannot be done. What tool_choice demands comes before a response_format."""
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    return _params(body, defaults, max_tokens, logprobs, body.prompt_logprobs)
-
-
-def _refuse_structured_output(body: GenerationRequest) -> None:
-    if body.response_format is not None and body.response_format.type != "text":
-        kind = body.response_format.type
-        raise APIError(400, f"response_format {kind} is not supported yet", param="response_format")
+    structured = tools.structured or structured_outputs(body)
+    params = _params(body, defaults, max_tokens, logprobs, body.prompt_logprobs, structured)
+    if tools.keeps_special and body.skip_special_tokens is None:
+        params = msgspec.structs.replace(params, skip_special_tokens=False)
+    return params
 
 
 def _params(
@@ -52,6 +48,7 @@ def _params(
     max_tokens: int | None,
     logprobs: int | None,
     prompt_logprobs: int | None,
+    structured: StructuredOutputs | None,
 ) -> SamplingParams:
     given = {
         "n": body.n,
@@ -73,6 +70,7 @@ def _params(
         "frequency_penalty": body.frequency_penalty,
         "logit_bias": {int(token_id): bias for token_id, bias in (body.logit_bias or {}).items()} or None,
         "skip_special_tokens": body.skip_special_tokens,
+        "structured_outputs": structured,
     }
     try:
         return SamplingParams(

@@ -23,6 +23,8 @@ class ServerSettings:
         request_timeout_s: time for one request from its first byte to its last; None: no limit.
         drain_timeout_s: how long running requests may go on after SIGTERM.
         chat_template: text of a Jinja template, instead of the checkpoint's.
+        tool_call_parser: how the model writes tool calls: a name of `tool_parsers.TOOL_FORMATS`, "auto" (what
+            the chat template uses) or "none".
         defaults: sampling parameters of requests that leave them out.
         log_requests: a line per request.
     """
@@ -34,6 +36,7 @@ class ServerSettings:
     request_timeout_s: float | None = None
     drain_timeout_s: float = 60.0
     chat_template: str | None = None
+    tool_call_parser: str = "auto"
     defaults: SamplingDefaults | None = None
     log_requests: bool = False
 

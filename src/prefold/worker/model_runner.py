@@ -19,6 +19,7 @@ from prefold.layers.bands import weight_bytes
 from prefold.layers.expert_parallel import ExpertParallel, ExpertPlan, dispatch_capacity
 from prefold.loader import load_weights
 from prefold.models.registry import build_model
+from prefold.sampling.grammar import Grammars
 from prefold.step import ModelRunnerOutput, SchedulerOutput
 from prefold.tracing import TraceWriter
 from prefold.worker.global_batch import GlobalBatch
@@ -77,7 +78,9 @@ class ModelRunner:
             self.workspace,
         )
         self._stage = PipelineStage(groups["pp"], model.hidden_size, compute_dtype, self.workspace)
-        self._sampler = StepSampler(self._model, self.states, groups["tp"])
+        grammars = Grammars(model.path, model.vocab_size, model.eos_token_ids)
+        self._sampler = StepSampler(self._model, self.states, groups["tp"], grammars)
+        self._samples = self._stage.is_last and groups["pcp"].rank == 0
         self._clock = StepClock(groups, layers.start, self._trace_writer())
         self._model.layer_begins = self._clock.layer_begins
         self._watched_attention = self._clock.watched(self._attention)
@@ -133,6 +136,8 @@ class ModelRunner:
 
     def _execute(self, step: SchedulerOutput) -> ModelRunnerOutput | None:
         self.states.apply(step)
+        if self._samples:
+            self._sampler.begin_step(step)
         batch = GlobalBatch.build(self.states, step, self._ownership, self._groups["dcp"].rank)
         parts = self._pcp.partition(batch)
         wanted = WantedTokens.of(batch, self.states)
@@ -144,7 +149,7 @@ class ModelRunner:
             self._clock.mark("check plan")
         self._clock.begin_counting()
         rows = self._forward(batch, parts, wanted)
-        if not self._stage.is_last or self._groups["pcp"].rank != 0:
+        if not self._samples:
             return None
         sampled = self._sampler(batch, wanted, rows)
         self._clock.mark("sample")

@@ -9,9 +9,10 @@ import torch
 
 from prefold.distributed.group import Group
 from prefold.models.decoder import Decoder
+from prefold.sampling.grammar import GrammarError, Grammars
 from prefold.sampling.logprobs import compute_logprobs
 from prefold.sampling.sampler import InvalidLogitsError, Sampler, SamplerOutput, SamplingMetadata
-from prefold.step import TokenLogprobs
+from prefold.step import SchedulerOutput, TokenLogprobs
 from prefold.worker.global_batch import GlobalBatch
 from prefold.worker.request_states import RequestInfo, RequestStates
 
@@ -67,13 +68,25 @@ class StepSampler:
     Args:
         model: a last stage.
         tp: its TP group: all of its ranks compute logits, the first one samples.
+        grammars: of requests with structured outputs; used by the rank that samples only.
     """
 
-    def __init__(self, model: Decoder, states: RequestStates, tp: Group) -> None:
+    def __init__(self, model: Decoder, states: RequestStates, tp: Group, grammars: Grammars) -> None:
         self._model = model
         self._states = states
         self._decides = tp.rank == 0
+        self._grammars = grammars
         self._sampler = Sampler(model.config.vocab_size)
+
+    def begin_step(self, step: SchedulerOutput) -> None:
+        """Before the layers of a step, so that the grammars of new requests are compiled meanwhile."""
+        if not self._decides:
+            return
+        for request_id in step.finished_request_ids:
+            self._grammars.remove(request_id)
+        for new in step.new_requests:
+            if new.sampling_params.structured_outputs is not None:
+                self._grammars.add(new.request_id, new.sampling_params.structured_outputs)
 
     def __call__(self, batch: GlobalBatch, wanted: WantedTokens, hidden: torch.Tensor) -> SampledStep | None:
         """hidden [n, hidden], after the final norm, in the order of `wanted.indices`.
@@ -119,20 +132,43 @@ class StepSampler:
     ) -> tuple[list[int], SamplerOutput, dict[str, str]]:
         """Next tokens of `batch.sampled`: (indices into the batch, their tokens, errors by request id).
 
-        A request whose logits are no numbers fails alone: the others are sampled without it.
+        A request whose logits are no numbers, or whose grammar fails, fails alone: the others are sampled
+        without it.
         """
         sampled = batch.sampled.tolist()
-        errors: dict[str, str] = {}
+        allowed, errors = self._allowed(batch, sampled)
         while True:
-            try:
-                return sampled, self._sampler(logits, self._sampling_metadata(batch, sampled)), errors
-            except InvalidLogitsError as error:
-                errors.update(dict.fromkeys(error.request_ids, str(error)))
             keep = [i for i, request in enumerate(sampled) if batch.request_ids[request] not in errors]
-            assert len(keep) < len(sampled), errors
-            logits, sampled = logits[keep], [sampled[i] for i in keep]
+            if len(keep) < len(sampled):
+                logits, sampled = logits[keep], [sampled[i] for i in keep]
+            try:
+                metadata = self._sampling_metadata(batch, sampled, allowed)
+                return sampled, self._sampler(logits, metadata), errors
+            except InvalidLogitsError as error:
+                failed = dict.fromkeys(error.request_ids, str(error))
+            assert failed, "the error names no request"
+            errors.update(failed)
 
-    def _sampling_metadata(self, batch: GlobalBatch, requests: list[int]) -> SamplingMetadata:
+    def _allowed(
+        self, batch: GlobalBatch, requests: list[int]
+    ) -> tuple[dict[int, np.ndarray], dict[str, str]]:
+        """What grammars allow: (index into the batch -> [vocab] bool, errors by request id)."""
+        states, allowed, errors = self._states, {}, {}
+        for request in requests:
+            row = int(batch.rows[request])
+            info = _info(states, row)
+            if info.sampling_params.structured_outputs is None:
+                continue
+            output = states.token_ids[row, states.num_prompt_tokens[row] : states.num_tokens[row]]
+            try:
+                allowed[request] = self._grammars.allowed(info.request_id, output)
+            except GrammarError as error:
+                errors[info.request_id] = str(error)
+        return allowed, errors
+
+    def _sampling_metadata(
+        self, batch: GlobalBatch, requests: list[int], allowed: dict[int, np.ndarray]
+    ) -> SamplingMetadata:
         states = self._states
         rows = [int(batch.rows[request]) for request in requests]
         infos = [_info(states, row) for row in rows]
@@ -146,6 +182,7 @@ class StepSampler:
             prompt_token_ids=[states.token_ids[row, :prompt] for row, prompt in zip(rows, prompts)],
             output_token_ids=[states.token_ids[row, p:e] for row, p, e in zip(rows, prompts, ends)],
             eos_token_ids=[info.eos_token_ids for info in infos],
+            allowed={i: allowed[request] for i, request in enumerate(requests) if request in allowed},
         )
 
 
