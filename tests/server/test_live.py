@@ -21,6 +21,7 @@ import httpx2 as httpx
 import openai
 import pytest
 
+from prefold.cli.main import main
 from prefold.testing.checkpoints import make_checkpoint
 from prefold.testing.live_server import Server, serving, wait_for
 
@@ -289,6 +290,37 @@ def test_a_client_that_leaves(server: Server, client: openai.OpenAI, length: int
     # Whoever comes next has the engine for itself.
     full = complete(client, [7] * (MAX_MODEL_LEN - 1), max_tokens=1)
     assert full.choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+def test_bench_serve(server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str], endpoint: str):
+    """Random prompts with the length that was asked for, and conversations as long as in their file."""
+    file, talks = tmp_path / "result.json", tmp_path / "talks.json"
+    answers = [TEXT[: 5 + i] for i in range(6)]
+    talks.write_text(json.dumps([{"conversations": [{"value": TEXT}, {"value": a}]} for a in answers]))
+    options = ["--endpoint", endpoint, "--ignore-eos", "--num-prompts", "6", "--request-rate", "500"]
+    options += ["--save-result", str(file), "--save-detailed", "--goodput", "ttft:60000", "e2el:60000"]
+
+    def report(*more: str) -> Any:
+        assert main(["bench", "serve", server.url, *options, *more]) == 0
+        return json.loads(file.read_text())
+
+    random_ones = report("--random-input-len", "40", "--random-output-len", "10", "--max-concurrency", "3")
+    assert random_ones["output_lens"] == [10] * 6
+    assert random_ones["completed"] == 6
+    if endpoint == "completions":
+        assert random_ones["input_lens"] == [40] * 6
+    assert 0 < random_ones["mean_ttft_ms"] < random_ones["mean_e2el_ms"]
+    assert random_ones["request_goodput"] == random_ones["request_throughput"]
+    assert random_ones["max_concurrent_requests"] <= 3
+    assert "Successful requests:                     6\n" in capsys.readouterr().out
+
+    def num_tokens(text: str) -> int:
+        body = {"prompt": text, "add_special_tokens": False}
+        return httpx.post(f"{server.url}/tokenize", json=body).json()["count"]
+
+    talked = report("--dataset-path", str(talks))
+    assert sorted(talked["output_lens"]) == sorted(map(num_tokens, answers))
 
 
 def readme_commands() -> list[str]:
