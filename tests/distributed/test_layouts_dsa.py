@@ -77,17 +77,17 @@ def test_every_length_over_time(
     pcp = llm.engine.config.parallel.prefill_context_parallel_size
     lengths = list(range(1, TOPK + 2 * pcp * BLOCK_SIZE + 1))
     random.Random(0).shuffle(lengths)
-    arrivals = [i * 20 // len(lengths) for i in range(len(lengths))]
+    arrivals = [i * 10 // len(lengths) for i in range(len(lengths))]
     check(llm, oracle, [oracle.prompt(length) for length in lengths], arrivals)
 
 
-@pytest.mark.parametrize("budget", [3, 33])
+@pytest.mark.parametrize("budget", [5, 33])
 def test_chunked_prefill(
     llm: ThreadLLM, oracle: SparseOracle, monkeypatch: pytest.MonkeyPatch, budget: int
 ) -> None:
     """Chunks of which some see all keys, some select, and some do both."""
     reset(llm, monkeypatch, budget)
-    lengths = [1, TOPK - 1, TOPK, TOPK + 1, 2 * budget + 30]
+    lengths = [1, TOPK - 1, TOPK, TOPK + 1, budget + 30]
     prompts = [oracle.prompt(length, seed) for seed, length in enumerate(lengths, 20)]
     check(llm, oracle, prompts, [0, 0, 0, 2, 3])
 
@@ -111,7 +111,7 @@ def test_batches_of_mixed_lengths(
     llm: ThreadLLM, oracle: SparseOracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reset(llm, monkeypatch)
-    for lengths in ([130, 20, 130], [17] * 5, [1, 3, 100, 2, 64, 1, 33]):
+    for lengths in ([70, 20, 70], [17] * 5, [1, 3, 50, 2, 64, 1, 33]):
         prompts = [oracle.prompt(length, seed) for seed, length in enumerate(lengths, 1)]
         check(llm, oracle, prompts, [0] * len(prompts))
 

@@ -71,7 +71,7 @@ def test_every_residue(
         lengths = list(range(TOPK - 8, TOPK - 8 + period))
         random.Random(period).shuffle(lengths)
         prompts = [oracle.prompt(length) for length in lengths]
-        check(llm, oracle, prompts, [i * 16 // len(lengths) for i in range(len(lengths))])
+        check(llm, oracle, prompts, [i * 8 // len(lengths) for i in range(len(lengths))])
 
         first = oracle.prompt(5 * block + 1, seed=1)
         check(llm, oracle, [first], [0])

@@ -87,7 +87,7 @@ def test_every_length_chunks_and_prefixes(
         parallel = llm.engine.config.parallel
         pcp, dcp = parallel.prefill_context_parallel_size, parallel.decode_context_parallel_size
         lengths = range(1, 2 * pcp * BLOCK_SIZE * dcp + 2)
-        check(llm, oracle, [oracle.prompt(length) for length in lengths], [i // 3 for i in lengths])
+        check(llm, oracle, [oracle.prompt(length) for length in lengths], [i // 6 for i in lengths])
 
         for scheduler in llm.engine.schedulers:
             monkeypatch.setattr(scheduler, "max_num_scheduled_tokens", 13)
