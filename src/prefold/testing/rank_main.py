@@ -1,4 +1,8 @@
-"""The process of one rank of `run_ranks`: `python -m prefold.testing.rank_main FOLDER RANK PARENT`."""
+"""Starts the ranks of `run_ranks`: `python -m prefold.testing.rank_main FOLDER WORLD_SIZE PARENT`.
+
+Importing torch and the tests takes seconds of a core. This process does it once and forks the ranks; it has
+one thread. It ends when they have ended, and ends them when it is told to (SIGTERM).
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ import sys
 import traceback
 from pathlib import Path
 from types import ModuleType
+from typing import NoReturn
 
 import torch
 
@@ -21,23 +26,63 @@ from prefold.testing.run_ranks import RankContext, RankError, RankJob
 PR_SET_PDEATHSIG = 1
 
 
-def main(folder: Path, rank: int, parent: int) -> int:
+def main(folder: Path, world_size: int, parent: int) -> None:
     _end_with_parent(parent)
-    torch.set_num_threads(1)
-    job: RankJob = pickle.loads((folder / f"job{rank}").read_bytes())
-    try:
-        result = pickle.dumps(_run(job))
-    except Exception as error:
-        (folder / "error.tmp").with_suffix(f".{rank}").write_bytes(_pickled_error(rank, error))
-        (folder / "error.tmp").with_suffix(f".{rank}").rename(folder / f"error{rank}")
-        return 1
-    (folder / f"result{rank}").write_bytes(result)
-    return 0
-
-
-def _run(job: RankJob) -> object:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    job: RankJob = pickle.loads((folder / "job0").read_bytes())
     sys.path[:] = job.sys_path
-    module = _load(job.module_name, job.module_file)
+    module, starter = _load(job.module_name, job.module_file), os.getpid()
+    ranks: dict[int, int] = {}  # by process id
+    try:
+        for rank in range(world_size):
+            pid = os.fork()
+            if pid == 0:
+                _become_rank(folder, rank, starter, module)
+            ranks[pid] = rank
+        while ranks:
+            pid, status = os.waitpid(-1, 0)
+            write_whole(folder / f"status{ranks.pop(pid)}", str(os.waitstatus_to_exitcode(status)).encode())
+    finally:
+        for pid in ranks:
+            os.kill(pid, signal.SIGKILL)
+        for pid in ranks:
+            os.waitpid(pid, 0)
+
+
+def _become_rank(folder: Path, rank: int, starter: int, module: ModuleType) -> NoReturn:
+    """Run in the forked process, whatever happens, to its end."""
+    code = 1
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        output = os.open(folder / f"output{rank}", os.O_WRONLY)
+        for fd in (1, 2):
+            os.dup2(output, fd)
+        _end_with_parent(starter)
+        torch.set_num_threads(1)
+        job: RankJob = pickle.loads((folder / f"job{rank}").read_bytes())
+        try:
+            result = pickle.dumps(_run(job, module))
+        except Exception as error:
+            write_whole(folder / f"error{rank}", _pickled_error(rank, error))
+        else:
+            write_whole(folder / f"result{rank}", result)
+            code = 0
+    except Exception:
+        traceback.print_exc()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Who sees the file sees all of it."""
+    unfinished = path.with_name(path.name + ".unfinished")
+    unfinished.write_bytes(data)
+    unfinished.rename(path)
+
+
+def _run(job: RankJob, module: ModuleType) -> object:
     name, args = pickle.loads(job.call)
     world_size = job.mesh.world_size
     store = init_distributed(job.rank, world_size, job.rendezvous, timeout_s=job.collective_timeout_s)
@@ -94,4 +139,4 @@ def _end_with_parent(parent: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])))
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -69,7 +69,8 @@ def run_ranks(
 ) -> list[Any]:
     """Run `fn(ctx, *args)` on `world_size` ranks of a mesh; return their results in rank order.
 
-    Each rank is a fresh Python process with one torch thread; `ctx` is a `RankContext` whose
+    Each rank is a process of its own with one torch thread, forked from one that has imported no more than
+    `fn`'s module; `ctx` is a `RankContext` whose
     groups are connected. `fn` must be a function at the top level of a module (also of a test file
     that cannot be imported by name); `args` and results are pickled.
 
@@ -114,16 +115,13 @@ def run_ranks(
                 call=call,
             )
             (folder / f"job{rank}").write_bytes(pickle.dumps(job))
-        processes = []
+            (folder / f"output{rank}").touch()  # it may never come to print anything
+        starter = _start(folder, world_size)
         try:
-            for rank in range(world_size):
-                processes.append(_start(folder, rank))
-            _wait_for_all(processes, folder, timeout_s)
+            _wait_for_all(starter, world_size, folder, timeout_s)
         finally:
-            for process in processes:
-                process.kill()
-            for process in processes:
-                process.wait()
+            starter.terminate()
+            starter.wait()
         return [pickle.loads((folder / f"result{rank}").read_bytes()) for rank in range(world_size)]
 
 
@@ -133,29 +131,35 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _start(folder: Path, rank: int) -> subprocess.Popen:
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "prefold.testing.rank_main", str(folder), str(rank), str(os.getpid())]
-    with open(folder / f"output{rank}", "wb") as output:
+def _start(folder: Path, world_size: int) -> subprocess.Popen:
+    # A process that has started threads must not fork.
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    job = [str(folder), str(world_size), str(os.getpid())]
+    command = [sys.executable, "-m", "prefold.testing.rank_main", *job]
+    with open(folder / "output", "wb") as output:
         return subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=env
         )
 
 
-def _wait_for_all(processes: list[subprocess.Popen], folder: Path, timeout_s: float) -> None:
+def _wait_for_all(starter: subprocess.Popen, world_size: int, folder: Path, timeout_s: float) -> None:
     """Return when all ranks have ended well; raise as soon as one has not."""
     deadline = time.monotonic() + timeout_s
-    running = set(range(len(processes)))
+    running = set(range(world_size))
     while running:
+        starter_status = starter.poll()  # before the ranks': it ends after them
         for rank in sorted(running):
-            status = processes[rank].poll()
-            if status is None:
+            if not (folder / f"status{rank}").exists():
                 continue
             running.remove(rank)
+            status = int((folder / f"status{rank}").read_text())
             if (folder / f"error{rank}").exists():
                 raise pickle.loads((folder / f"error{rank}").read_bytes())
             if status != 0:
                 raise RankError(f"rank {rank} ended with status {status}\n{_output(folder, rank)}")
+        if running and starter_status is not None:
+            text = (folder / "output").read_text(errors="replace")
+            raise RankError(f"the ranks' starter ended with status {starter_status}\n{text[-OUTPUT_TAIL:]}")
         if running and time.monotonic() > deadline:
             outputs = "\n".join(_output(folder, rank) for rank in sorted(running))
             raise RankError(f"ranks {sorted(running)} still run after {timeout_s:g} s\n{outputs}")
