@@ -9,15 +9,22 @@ import pytest
 
 LONG_FILES = [
     "distributed/test_layouts.py",
-    "e2e/test_nodes.py",
     "e2e/test_failures.py",
-    "distributed/test_layouts_gqa.py",
-    "distributed/test_layouts_dcp.py",
+    "e2e/test_nodes.py",
     "distributed/test_layouts_dsa.py",
+    "distributed/test_layouts_gqa.py",
+    "e2e/test_transformers.py",
+    "distributed/test_layouts_dcp.py",
+    "e2e/test_cli.py",
+    "distributed/test_pipeline.py",
+    "e2e/test_scheduling.py",
+    "server/test_live.py",
+    "e2e/test_demo_model.py",
     "distributed/test_context_parallel_dcp.py",
     "distributed/test_context_parallel.py",
-    "distributed/test_pipeline.py",
     "distributed/test_layouts_dsa_shards.py",
+    "distributed/test_layouts_processes.py",
+    "distributed/test_group.py",
 ]
 """By measured time, the longest first. A file runs on one worker: a long one that comes last runs alone."""
 
