@@ -42,6 +42,12 @@ class Workspace:
             view.fill_(NAN_BYTE)
         return view
 
+    def carve(self, name: str, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
+        """Contiguous float32 tensors of `shapes`, side by side in one buffer."""
+        sizes = [math.prod(shape) for shape in shapes]
+        parts = torch.split(self.get(name, (sum(sizes),), torch.float32), sizes)
+        return [part.view(shape) for part, shape in zip(parts, shapes)]
+
     @property
     def num_bytes(self) -> int:
         return sum(flat.numel() * flat.element_size() for flat in self._flat.values())

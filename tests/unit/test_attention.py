@@ -9,14 +9,16 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from prefold.attention.backend import Queries
+from prefold.attention.backend import AttentionBackend, Queries
 from prefold.attention.lse import merge_
+from prefold.attention.native_backend import NativeBackend
 from prefold.attention.torch_backend import CAUSAL_ROW_BLOCK, KEY_BLOCK, ROW_BLOCK, SLACK, TorchBackend
 from prefold.attention.walk import Run, Segment, others_segments, own_segments, prefix_segments
 from prefold.distributed.pcp_layout import partition
+from prefold.kernels import library
 from prefold.workspace import Workspace
 
 torch.set_num_threads(1)
@@ -43,12 +45,33 @@ def oracle(
     return torch.einsum("thn,hnv->thv", weights, values), lse
 
 
-class Kernel:
-    """A TorchBackend with one request's state, fed with pieces of one set of keys and values."""
+BACKENDS = ("torch", *library.INSTRUCTION_SETS)
 
-    def __init__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> AttentionBackend:
+    return make_backend(request.param)
+
+
+def make_backend(name: str) -> AttentionBackend:
+    workspace = Workspace(poison=True)
+    if name == "torch":
+        return TorchBackend(workspace, torch.device("cpu"))
+    available = library.instruction_sets()
+    assert available, "the native library was not built: see setup.py"
+    if name not in available:
+        pytest.skip(f"{name}: not on this processor")
+    return NativeBackend(workspace, name)
+
+
+class Kernel:
+    """A backend with one request's state, fed with pieces of one set of keys and values."""
+
+    def __init__(
+        self, backend: AttentionBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> None:
         self.q, self.k, self.v, self.scale = q, k, v, scale
-        self.backend = TorchBackend(Workspace(poison=True), torch.device("cpu"))
+        self.backend = backend
         (self.state,) = self.backend.start([Queries(q, k.shape[0], v.shape[-1])], scale)
         self.seen = torch.zeros(q.shape[0], k.shape[1], dtype=torch.bool)
 
@@ -99,15 +122,17 @@ SHAPES = [
 
 
 @pytest.mark.parametrize(("qk_dim", "v_dim", "heads", "kv_heads"), SHAPES)
-def test_kernel_of_every_length(qk_dim: int, v_dim: int, heads: int, kv_heads: int):
+def test_kernel_of_every_length(
+    backend: AttentionBackend, qk_dim: int, v_dim: int, heads: int, kv_heads: int
+):
     for length in range(1, 71):
         q = random(length, heads, qk_dim, seed=length)
         k, v = random(kv_heads, length, qk_dim, seed=1), random(kv_heads, length, v_dim, seed=2)
-        kernel = Kernel(q, k, v, qk_dim**-0.5)
+        kernel = Kernel(backend, q, k, v, qk_dim**-0.5)
         kernel.attend(slice(0, length), slice(0, length), causal=True)
         kernel.check()
         num_queries = 1 + (7 * length) % 70
-        rectangle = Kernel(random(num_queries, heads, qk_dim, seed=3), k, v, qk_dim**-0.5)
+        rectangle = Kernel(backend, random(num_queries, heads, qk_dim, seed=3), k, v, qk_dim**-0.5)
         rectangle.attend(slice(num_queries // 3, num_queries), slice(0, length))
         rectangle.check()
 
@@ -121,38 +146,40 @@ def test_kernel_of_every_length(qk_dim: int, v_dim: int, heads: int, kv_heads: i
         (130, 1, [2, ROW_BLOCK // 130]),
     ],
 )
-def test_kernel_around_its_block_sizes(heads: int, kv_heads: int, edges: list[int]):
+def test_kernel_around_its_block_sizes(
+    backend: AttentionBackend, heads: int, kv_heads: int, edges: list[int]
+):
     for length in (edge + i for edge in edges for i in (-1, 0, 1)):
         q, k = random(length, heads, 8), random(kv_heads, length, 8, seed=1)
         v = random(kv_heads, length, 4, seed=2)
-        square = Kernel(q, k, v, 0.3)
+        square = Kernel(backend, q, k, v, 0.3)
         square.attend(slice(0, length), slice(0, length), causal=True)
         square.check()
-        rectangle = Kernel(q[-140:], k, v, 0.3)
+        rectangle = Kernel(backend, q[-140:], k, v, 0.3)
         rectangle.attend(slice(0, len(rectangle.q)), slice(0, length))
         rectangle.check()
 
 
-def test_no_tokens_and_no_keys_change_nothing():
+def test_no_tokens_and_no_keys_change_nothing(backend: AttentionBackend):
     q, k, v = random(5, 2, 16), random(2, 6, 16), random(2, 6, 8)
-    kernel = Kernel(q, k, v, 0.25)
+    kernel = Kernel(backend, q, k, v, 0.25)
     kernel.attend(slice(0, 5), slice(0, 0))
     kernel.attend(slice(5, 5), slice(0, 6))
     kernel.attend(slice(2, 2), slice(0, 0), causal=True)
     kernel.attend(slice(1, 4), slice(2, 5))
     kernel.attend(slice(1, 4), slice(5, 5))
     kernel.check()
-    Kernel(q, k, v, 0.25).check()
+    Kernel(backend, q, k, v, 0.25).check()
 
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("magnitude", [1.0, 30.0])
-def test_keys_that_a_token_does_not_see(causal: bool, magnitude: float):
+def test_keys_that_a_token_does_not_see(backend: AttentionBackend, causal: bool, magnitude: float):
     """Few and many, in blocks of which a token sees nothing, and with tokens that see none at all."""
     for length in (1, 2, 5, 130, ROW_BLOCK // 2 + 1):
         num_keys = length if causal else KEY_BLOCK + 3
         q, k = random(length, 4, 8, scale=magnitude), random(2, num_keys, 8, seed=1, scale=magnitude)
-        kernel = Kernel(q, k, random(2, num_keys, 4, seed=2), 0.5)
+        kernel = Kernel(backend, q, k, random(2, num_keys, 4, seed=2), 0.5)
         generator = torch.Generator().manual_seed(length)
         unseen = torch.randint(0, num_keys + 1, (length,), generator=generator).sort().values
         kernel.attend(slice(0, length), slice(0, num_keys), causal, unseen)
@@ -163,14 +190,17 @@ def test_keys_that_a_token_does_not_see(causal: bool, magnitude: float):
     starts=st.lists(st.integers(0, 39), max_size=6),
     first_tokens=st.lists(st.integers(0, 9), min_size=8, max_size=8),
     magnitude=st.sampled_from([0.1, 1.0, 30.0]),
+    name=st.sampled_from(BACKENDS),
     order=st.randoms(use_true_random=False),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_keys_may_come_in_any_pieces_and_order(
-    starts: list[int], first_tokens: list[int], magnitude: float, order
+    starts: list[int], first_tokens: list[int], magnitude: float, name: str, order
 ):
+    assume(name == "torch" or name in library.instruction_sets())
+    backend = make_backend(name)
     q, k, v = random(10, 4, 16, scale=magnitude), random(2, 40, 16), random(2, 40, 8)
-    kernel = Kernel(q, k, v, 0.25)
+    kernel = Kernel(backend, q, k, v, 0.25)
     bounds = sorted({0, 40, *starts})
     pieces = list(zip(bounds, bounds[1:], first_tokens))
     order.shuffle(pieces)
@@ -196,7 +226,7 @@ HEIGHTS = [
 
 @pytest.mark.parametrize("heights", HEIGHTS, ids=str)
 @pytest.mark.parametrize("per_row", [False, True], ids=["all rows", "each row its own"])
-def test_scores_of_any_size(heights: Sequence[float], per_row: bool):
+def test_scores_of_any_size(backend: AttentionBackend, heights: Sequence[float], per_row: bool):
     """One element of q and k carries each tile's height; the others differ as usual."""
     tile, tokens = 5, 6
     q, k, v = random(tokens, 2, 9), random(2, tile * len(heights), 9), random(2, tile * len(heights), 4)
@@ -204,18 +234,17 @@ def test_scores_of_any_size(heights: Sequence[float], per_row: bool):
     if per_row:
         q[..., 8] = torch.linspace(-1.0, 1.0, tokens)[:, None]
     k[..., 8] = torch.tensor(heights).repeat_interleave(tile)
-    kernel = Kernel(q, k, v, 1.0)
+    kernel = Kernel(backend, q, k, v, 1.0)
     for i in range(len(heights)):
         kernel.attend(slice(0, tokens), slice(i * tile, (i + 1) * tile))
     # float32 scores of this size are rounded to about this much.
     kernel.check(tolerance=2e-5 + 4 * max(map(abs, heights)) * 2**-23)
-    square = Kernel(q[:tile], k[:, :tile], v[:, :tile], 1.0)
+    square = Kernel(backend, q[:tile], k[:, :tile], v[:, :tile], 1.0)
     square.attend(slice(0, tile), slice(0, tile), causal=True)
     square.check(tolerance=2e-5 + 4 * abs(heights[0]) * 2**-23)
 
 
-def test_states_of_several_requests_do_not_touch():
-    backend = TorchBackend(Workspace(poison=True), torch.device("cpu"))
+def test_states_of_several_requests_do_not_touch(backend: AttentionBackend):
     sizes = [(3, 4, 1, 12, 8), (1, 4, 4, 9, 5), (7, 4, 2, 16, 16)]
     queries = [Queries(random(n, h, qk), kv, v_dim) for n, h, kv, qk, v_dim in sizes]
     inputs = [(random(kv, 11, qk), random(kv, 11, v_dim)) for _, _, kv, qk, v_dim in sizes]
@@ -232,10 +261,9 @@ def test_states_of_several_requests_do_not_touch():
         assert (out - oracle(x.q, keys, values, 0.2, everything)[0]).abs().max() < 1e-5
 
 
-def test_values_may_be_a_view_of_the_keys():
+def test_values_may_be_a_view_of_the_keys(backend: AttentionBackend):
     """The absorbed form: values are the head of the keys, with the keys' strides."""
     q, latent = random(4, 3, 40), random(1, 30, 40)
-    backend = TorchBackend(Workspace(poison=True), torch.device("cpu"))
     (state,) = backend.start([Queries(q, 1, 32)], 0.2)
     k = backend.keys(1, 30, 40)
     k[..., :40] = latent
@@ -310,17 +338,17 @@ def test_merge_is_associative(rows: list[tuple[float, float]]):
     assert torch.allclose(left[1], right[1], rtol=1e-5)
 
 
-def test_parts_of_an_attention_merge_to_the_whole():
+def test_parts_of_an_attention_merge_to_the_whole(backend: AttentionBackend):
     q, k, v = random(6, 2, 16), random(2, 20, 16), random(2, 20, 8)
     seen = [slice(0, 7), slice(7, 8), slice(8, 20)]
     out, lse = torch.zeros(6, 2, 8), torch.full((6, 2), -INF)
     for i, keys in enumerate(seen):
-        part = Kernel(q, k, v, 0.25)
+        part = Kernel(backend, q, k, v, 0.25)
         part.attend(slice(2 * i, 6), keys)
         part_lse, part_out = part.backend.lse(part.state), torch.empty(6, 2, 8)
         part.backend.finish(part.state, part_out)
         merge_(out, lse, part_out, part_lse)
-    whole = Kernel(q, k, v, 0.25)
+    whole = Kernel(backend, q, k, v, 0.25)
     for i, keys in enumerate(seen):
         whole.attend(slice(2 * i, 6), keys)
     assert torch.allclose(lse, whole.backend.lse(whole.state), atol=1e-5)

@@ -65,9 +65,11 @@ class TorchBackend:
         """See AttentionBackend.start."""
         shapes = [(x.num_kv_heads, x.q.shape[0] * x.q.shape[1] // x.num_kv_heads) for x in queries]
         widths = [_aligned(x.q.shape[2] + 1) for x in queries]
-        all_q = self._carve(f"{name}.state.q", [(*s, w) for s, w in zip(shapes, widths)])
-        all_out = self._carve(f"{name}.state.sums", [(*s, x.v_dim) for s, x in zip(shapes, queries)])
-        all_denominators = self._carve(f"{name}.state.denominators", shapes)
+        all_q = self._workspace.carve(f"{name}.state.q", [(*s, w) for s, w in zip(shapes, widths)])
+        all_out = self._workspace.carve(
+            f"{name}.state.sums", [(*s, x.v_dim) for s, x in zip(shapes, queries)]
+        )
+        all_denominators = self._workspace.carve(f"{name}.state.denominators", shapes)
         states = []
         for x, q, out, denominator in zip(queries, all_q, all_out, all_denominators):
             num_tokens, num_heads, qk_dim = x.q.shape
@@ -187,13 +189,6 @@ class TorchBackend:
         state.q[heads, rows, -1].sub_(shift)
         denominator.mul_(factor)
         state.out[heads, rows].mul_(factor.unsqueeze(-1))
-
-    def _carve(self, name: str, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
-        """Contiguous float32 tensors of `shapes`, side by side in one buffer."""
-        sizes = [math.prod(shape) for shape in shapes]
-        flat = self._workspace.get(name, (sum(sizes),), torch.float32)
-        parts = torch.split(flat, sizes)
-        return [part.view(shape) for part, shape in zip(parts, shapes)]
 
 
 def _mask_past(scores: torch.Tensor, unseen: torch.Tensor, group: int, keys: slice) -> None:

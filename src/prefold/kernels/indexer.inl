@@ -103,7 +103,7 @@ static INLINE void index_scores(const float* q, const float* weights, const floa
     for (int c = 0; c < INDEX_VECTORS; c++) scores[c] = Floats{};
     for (int64_t h = 0; h < heads; h += INDEX_HEADS) {
         Floats products[INDEX_HEADS][INDEX_VECTORS] = {};
-        multiply_panel(q + h * dim, panel, dim, PANEL_KEYS, products);
+        multiply_panel(q + h * dim, INDEX_HEADS, panel, dim, PANEL_KEYS, products);
 #pragma GCC unroll 8
         for (int i = 0; i < INDEX_HEADS; i++)
 #pragma GCC unroll 4

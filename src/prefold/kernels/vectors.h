@@ -137,18 +137,18 @@ struct NoDenormals {
 #endif
 };
 
-// sums[i][c] += sum over d < depth of rows[d * R + i] * panel[d * width + c * LANES ...]: each sum in
-// the order of d, one multiply-add after the other, wherever in the panel it stands.
+// sums[i][c] += sum over d < depth of rows[d * rows_width + i] * panel[d * width + c * LANES ...]: each sum
+// in the order of d, one multiply-add after the other, wherever in the panel it stands.
 template <int R, int C>
-static INLINE void multiply_panel(const float* rows, const float* panel, int64_t depth, int64_t width,
-                                  Floats (&sums)[R][C]) {
+static INLINE void multiply_panel(const float* rows, int64_t rows_width, const float* panel, int64_t depth,
+                                  int64_t width, Floats (&sums)[R][C]) {
     for (int64_t d = 0; d < depth; d++) {
         Floats columns[C];
 #pragma GCC unroll 8
         for (int c = 0; c < C; c++) columns[c] = load(panel + d * width + c * LANES);
 #pragma GCC unroll 16
         for (int i = 0; i < R; i++) {
-            const Floats row = splat(rows[d * R + i]);
+            const Floats row = splat(rows[d * rows_width + i]);
 #pragma GCC unroll 8
             for (int c = 0; c < C; c++) sums[i][c] += row * columns[c];
         }

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from prefold.testing.checkpoints import (
         make_benchmark_checkpoint,
         make_checkpoint,
+        make_dsa_benchmark_checkpoint,
         make_gqa_benchmark_checkpoint,
         make_long_prompt_checkpoint,
         make_sparse_long_prompt_checkpoint,
@@ -25,6 +26,7 @@ __all__ = [
     "dequantized_checkpoint",
     "make_benchmark_checkpoint",
     "make_checkpoint",
+    "make_dsa_benchmark_checkpoint",
     "make_gqa_benchmark_checkpoint",
     "make_long_prompt_checkpoint",
     "make_sparse_long_prompt_checkpoint",
@@ -39,6 +41,7 @@ _HOME = {
     "dequantized_checkpoint": "prefold.testing.quantized",
     "make_benchmark_checkpoint": "prefold.testing.checkpoints",
     "make_checkpoint": "prefold.testing.checkpoints",
+    "make_dsa_benchmark_checkpoint": "prefold.testing.checkpoints",
     "make_gqa_benchmark_checkpoint": "prefold.testing.checkpoints",
     "make_long_prompt_checkpoint": "prefold.testing.checkpoints",
     "make_sparse_long_prompt_checkpoint": "prefold.testing.checkpoints",

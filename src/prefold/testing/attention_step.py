@@ -16,9 +16,9 @@ import torch
 from prefold.attention.backend import LatentRows
 from prefold.attention.context_parallel import AttentionSetup, ContextParallelAttention
 from prefold.attention.context_ways import ContextWays
+from prefold.attention.native_backend import attention_backend
 from prefold.attention.plan import StepPlan
 from prefold.attention.row_format import row_formats
-from prefold.attention.torch_backend import TorchBackend
 from prefold.config import MLAConfig
 from prefold.distributed.group import Group
 from prefold.distributed.mesh import Mesh
@@ -232,7 +232,7 @@ def run_rank(groups: dict[str, ThreadGroup], step: Step, wanted: np.ndarray) -> 
     output = step.scheduler_output()
     states.apply(output)
     manager = PCPManager(as_groups, ownership, layout.ways, layout.min_split, cache, workspace)
-    backend = TorchBackend(workspace, torch.device("cpu"))
+    backend = attention_backend(workspace, torch.device("cpu"))
     setup = AttentionSetup(
         attention=layout.mla,
         scale=SCALE,

@@ -137,6 +137,29 @@ GQA_BENCHMARK: dict[str, Any] = {
 }
 """Qwen3 form, 100 million parameters, of which 31 in the embedding, which is also the head."""
 
+DSA_BENCHMARK: dict[str, Any] = {
+    "vocab_size": 30720,
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "moe_intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "q_lora_rank": 512,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 256,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "index_topk": 2048,
+    "index_n_heads": 32,
+    "index_head_dim": 128,
+    "max_position_embeddings": 131072,
+}
+"""GLM-5.2 form: index heads and head dims as published, an indexer in layers 0 and 2 of 4, few and small
+experts. From 8,000 tokens on the indexers do most of a prefill's work."""
+
 LONG_PROMPTS: dict[str, Any] = {
     "vocab_size": 1024,
     "hidden_size": 256,
@@ -222,6 +245,14 @@ def make_gqa_benchmark_checkpoint(
     """The same for grouped-query attention: Qwen3 form, see `GQA_BENCHMARK`."""
     overrides = GQA_BENCHMARK | config_overrides
     return make_checkpoint("Qwen3ForCausalLM", folder, dtype, max_shard_size="100MB", **overrides)
+
+
+def make_dsa_benchmark_checkpoint(
+    folder: str | Path, dtype: str = "bfloat16", **config_overrides: Any
+) -> Path:
+    """The same for sparse attention: GLM-5.2 form, see `DSA_BENCHMARK`."""
+    overrides = DSA_BENCHMARK | config_overrides
+    return make_checkpoint("GlmMoeDsaForCausalLM", folder, dtype, max_shard_size="100MB", **overrides)
 
 
 def make_long_prompt_checkpoint(folder: str | Path, dtype: str = "float32", **config_overrides: Any) -> Path:

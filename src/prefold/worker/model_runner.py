@@ -6,9 +6,9 @@ import torch
 
 from prefold.attention.context_parallel import AttentionSetup, ContextParallelAttention
 from prefold.attention.context_ways import ContextWays
+from prefold.attention.native_backend import attention_backend
 from prefold.attention.row_format import row_formats
 from prefold.attention.sparse import SparseAttention
-from prefold.attention.torch_backend import TorchBackend
 from prefold.config import EngineConfig
 from prefold.distributed.group import Group, begin_step
 from prefold.distributed.mesh import Mesh
@@ -107,7 +107,7 @@ class ModelRunner:
                 formats=self._formats,
                 groups=self._groups,
                 ownership=self._ownership,
-                backend=TorchBackend(workspace, self.kv_cache.device),
+                backend=attention_backend(workspace, self.kv_cache.device),
                 workspace=workspace,
                 tile_tokens=self._config.runtime.context_workspace_tokens,
                 compute_dtype=compute_dtype,

@@ -1,0 +1,101 @@
+"""Dense attention merged into the running softmax of its rows, in native code (dense.cpp). All is float32.
+
+A row is a (token, query head) of a KV head, tokens outermost. Its sums are those of exp(score - reference),
+where scores are the products of q and k as they are: whoever makes q has scaled it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from prefold.kernels import library
+
+UNSEEN_REFERENCE = -3e38
+"""The reference of a row that has seen no key."""
+
+_Arguments = library.structure(
+    "DenseArguments",
+    (
+        *("num_kv_heads", "dim", "v_dim", "first_row", "num_rows", "rows_per_head", "rows_per_token"),
+        *("num_keys", "is_causal", "q_head_stride", "q_stride", "k_head_stride", "k_stride"),
+        *("v_head_stride", "v_stride", "out_head_stride", "out_stride"),
+    ),
+    ("q", "k", "v", "out", "references", "sums", "unseen"),
+)
+_attend_dense = library.declare("attend_dense", ctypes.c_void_p)
+
+
+def attend_(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    references: torch.Tensor,
+    sums: torch.Tensor,
+    tokens: slice,
+    rows_per_token: int,
+    causal: bool,
+    unseen: torch.Tensor | None = None,
+    instruction_set: str | None = None,
+) -> None:
+    """Add keys and values to the sums of some tokens' rows.
+
+    Elements of a row of q, k, v and out lie side by side; other strides are free.
+
+    Args:
+        q: [num_kv_heads, rows, dim].
+        k, v: [num_kv_heads, n, dim], [num_kv_heads, n, v_dim].
+        out: [num_kv_heads, rows, v_dim], sums of exp(score - reference) * value.
+        references, sums: [num_kv_heads, rows], contiguous. At first UNSEEN_REFERENCE and 0.
+        tokens: whose rows.
+        causal: token tokens.start + i sees keys 0..i.
+        unseen: [tokens] int64: token tokens.start + i does not see the first unseen[i] keys.
+        instruction_set: one of `library.instruction_sets()`; default: the best.
+    """
+    num_heads, num_rows, dim = q.shape
+    num_keys, v_dim = v.shape[1:]
+    num_tokens = tokens.stop - tokens.start
+    assert all(t.dtype == torch.float32 for t in (q, k, v, out, references, sums))
+    assert k.shape == (num_heads, num_keys, dim), (q.shape, k.shape, v.shape)
+    assert out.shape == (num_heads, num_rows, v_dim), (q.shape, out.shape, v.shape)
+    assert references.shape == sums.shape == (num_heads, num_rows)
+    assert references.is_contiguous()
+    assert sums.is_contiguous()
+    assert tokens.stop * rows_per_token <= num_rows, (tokens, rows_per_token, num_rows)
+    assert not causal or num_tokens == num_keys, (tokens, num_keys)
+    if unseen is not None:
+        assert unseen.dtype == torch.int64
+        assert unseen.shape == (num_tokens,)
+        unseen = unseen.contiguous()
+    if num_tokens == 0 or num_keys == 0:
+        return
+    assert all(t.stride(2) == 1 or t.shape[2] == 1 for t in (q, k, v, out))
+    arguments = _Arguments(
+        num_kv_heads=num_heads,
+        dim=dim,
+        v_dim=v_dim,
+        first_row=tokens.start * rows_per_token,
+        num_rows=num_tokens * rows_per_token,
+        rows_per_head=num_rows,
+        rows_per_token=rows_per_token,
+        num_keys=num_keys,
+        is_causal=causal,
+        q_head_stride=q.stride(0),
+        q_stride=q.stride(1),
+        k_head_stride=k.stride(0),
+        k_stride=k.stride(1),
+        v_head_stride=v.stride(0),
+        v_stride=v.stride(1),
+        out_head_stride=out.stride(0),
+        out_stride=out.stride(1),
+        q=q.data_ptr(),
+        k=k.data_ptr(),
+        v=v.data_ptr(),
+        out=out.data_ptr(),
+        references=references.data_ptr(),
+        sums=sums.data_ptr(),
+        unseen=None if unseen is None else unseen.data_ptr(),
+    )
+    _attend_dense(instruction_set, ctypes.byref(arguments))
