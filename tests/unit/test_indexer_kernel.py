@@ -9,8 +9,8 @@ import torch
 
 from prefold.attention.backend import IndexQueries
 from prefold.attention.row_format import PlainFormat
-from prefold.attention.selection import KeySelector
-from prefold.attention.walk import Run, rows_of
+from prefold.attention.selection import AllTokens, KeySelector
+from prefold.attention.walk import rows_of
 from prefold.kernels import indexer, library
 from prefold.workspace import Workspace
 
@@ -123,15 +123,15 @@ def test_a_score_has_the_same_bits_in_any_tile(instruction_set: str) -> None:
 def test_the_selector_selects_the_same_with_and_without_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole numbers, because torch's scores may differ in the last bit."""
     torch.manual_seed(0)
-    run = Run(20, 220, 1)
-    index = IndexQueries(torch.randint(-2, 3, (201, 4, 8)).float(), torch.randint(-2, 3, (201, 4)).float())
+    index = IndexQueries(torch.randint(-2, 3, (200, 4, 8)).float(), torch.randint(-2, 3, (200, 4)).float())
     keys = torch.randint(-2, 3, (220, 8)).bfloat16()
     source, selected = rows_of(keys, 0, PlainFormat(8, keys.dtype)), []
     for is_native in (True, False):
         monkeypatch.setattr(library, "is_available", lambda is_native=is_native: is_native)
-        out = torch.full((200, 20), -1, dtype=torch.int32)
-        KeySelector(20, 50, Workspace(poison=True)).select(index, run, source, out)
-        selected.append(out.sort(dim=1).values)
+        ranks = torch.full((200, 20), -1)
+        selector = KeySelector(20, 50, Workspace(poison=True))
+        selector.select(index, torch.arange(20, 220), source, AllTokens(), ranks)
+        selected.append(ranks.sort(dim=1).values)
     assert torch.equal(*selected)
 
 
