@@ -1,9 +1,9 @@
 // Dense attention: rectangles and causal squares, merged into the running softmax of their rows.
 //
-// A row is a query head of a token. Blocks of keys are packed with keys in the lanes of vectors and stay in
-// the second-level cache while all rows meet them; of a block of rows, scores are made panel by panel,
-// turned into exponentials, and multiplied with the values as they lie. The reference that is subtracted
-// before an exponential moves only if scores rise far above it: sums are seldom rescaled.
+// A row is a query head of a token. A head's keys are packed once, with keys in the lanes of vectors; then
+// each block of rows walks over them: scores are made panel by panel, turned into exponentials, and
+// multiplied with the values as they lie. The reference that is subtracted before an exponential moves only
+// if scores rise far above it: sums are seldom rescaled.
 
 #include <cstdint>
 

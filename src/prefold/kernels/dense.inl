@@ -3,9 +3,9 @@
 constexpr int ROWS = LANES == 16 ? 8 : 4;            // whose sums are in registers together,
 constexpr int VECTORS = LANES == 16 ? 3 : 2;         // with so many vectors of keys or elements
 constexpr int PANEL = VECTORS * LANES;               // keys of a panel
-constexpr int64_t ROW_BLOCK = 96;                    // rows that meet a panel while it is in the first cache
-constexpr int64_t DEPTH = 192;                       // elements of a panel that fit there
-constexpr int64_t BLOCK_FLOATS = 192 * 1024;         // of keys and values that stay in the second cache
+constexpr int64_t ROW_BLOCK = 96;                    // rows that meet keys while they are in the second cache
+constexpr int64_t DEPTH = 192;                       // elements of a panel that fit in the first cache
+constexpr int64_t BLOCK_KEYS = 8 * PANEL;            // keys whose scores are made together
 constexpr int64_t VALUE_KEYS = 48;                   // keys whose values are summed at a time
 constexpr float LOWEST = -3e38f;                     // the reference of a row that has seen nothing
 constexpr float RISE = 20.0f;                        // how far above it a score may lie
@@ -28,7 +28,7 @@ static INLINE Visible visible_of(const DenseArguments& a, int64_t row, int64_t f
 struct DenseBlock {
     const float* panels;  // per panel [dim][PANEL]
     const float* values;  // [keys], a.v_stride apart
-    float* packed;        // q, per LANES rows [dim][LANES]
+    const float* packed;  // q of the rows, per LANES [dim][LANES]
     float* scores;        // [ROW_BLOCK][width]
     int64_t first_key, num_keys, width;
 };
@@ -168,10 +168,6 @@ static inline void dense_rows(const DenseArguments& a, const DenseBlock& b, int6
     }
     if (block.start >= block.end) return;
     const int64_t row = a.first_row + first;
-    const float* q = a.q + head * a.q_head_stride + row * a.q_stride;
-    for (int64_t r = 0; r < count; r += LANES)
-        pack_panel(q + r * a.q_stride, a.q_stride, std::min<int64_t>(count - r, LANES), a.dim, LANES,
-                   b.packed + r * a.dim);
     dense_scores(a, b, count, block.start, block.end);
     float* out = a.out + head * a.out_head_stride + row * a.out_stride;
     const int64_t place = head * a.rows_per_head + row;
@@ -184,21 +180,26 @@ static inline void dense_rows(const DenseArguments& a, const DenseBlock& b, int6
 static void attend_dense(const DenseArguments& a) {
     NoDenormals while_here;
     static thread_local Buffer buffer;
-    const int64_t most = std::max<int64_t>(BLOCK_FLOATS / (a.dim + a.v_dim) / PANEL, 2) * PANEL;
-    const int64_t width = std::min(most, (a.num_keys + PANEL - 1) / PANEL * PANEL);
-    float* panels = buffer.get(width * a.dim + ROW_BLOCK * (a.dim + width));
-    float* packed = panels + width * a.dim;
+    const int64_t padded_keys = (a.num_keys + PANEL - 1) / PANEL * PANEL;
+    float* panels = buffer.get(padded_keys * a.dim + ROW_BLOCK * (a.dim + BLOCK_KEYS));
+    float* packed = panels + padded_keys * a.dim;
     float* scores = packed + ROW_BLOCK * a.dim;
-    for (int64_t head = 0; head < a.num_kv_heads; head++)
-        for (int64_t key = 0; key < a.num_keys; key += width) {
-            const int64_t count = std::min(a.num_keys - key, width);
-            const float* k = a.k + head * a.k_head_stride + key * a.k_stride;
-            for (int64_t j = 0; j < count; j += PANEL)
-                pack_panel(k + j * a.k_stride, a.k_stride, std::min<int64_t>(count - j, PANEL), a.dim, PANEL,
-                           panels + j * a.dim);
-            const float* values = a.v + head * a.v_head_stride + key * a.v_stride;
-            const DenseBlock block = {panels, values, packed, scores, key, count, width};
-            for (int64_t row = 0; row < a.num_rows; row += ROW_BLOCK)
-                dense_rows(a, block, head, row, std::min(a.num_rows - row, ROW_BLOCK));
+    for (int64_t head = 0; head < a.num_kv_heads; head++) {
+        const float *k = a.k + head * a.k_head_stride, *v = a.v + head * a.v_head_stride;
+        for (int64_t j = 0; j < a.num_keys; j += PANEL)
+            pack_panel(k + j * a.k_stride, a.k_stride, std::min<int64_t>(a.num_keys - j, PANEL), a.dim, PANEL,
+                       panels + j * a.dim);
+        for (int64_t row = 0; row < a.num_rows; row += ROW_BLOCK) {
+            const int64_t count = std::min(a.num_rows - row, ROW_BLOCK);
+            const float* q = a.q + head * a.q_head_stride + (a.first_row + row) * a.q_stride;
+            for (int64_t r = 0; r < count; r += LANES)
+                pack_panel(q + r * a.q_stride, a.q_stride, std::min<int64_t>(count - r, LANES), a.dim, LANES,
+                           packed + r * a.dim);
+            for (int64_t key = 0; key < a.num_keys; key += BLOCK_KEYS)
+                dense_rows(a,
+                           {panels + key * a.dim, v + key * a.v_stride, packed, scores, key,
+                            std::min(a.num_keys - key, BLOCK_KEYS), BLOCK_KEYS},
+                           head, row, count);
         }
+    }
 }
