@@ -17,6 +17,7 @@ from prefold.testing.checkpoints import (
     GQA_BENCHMARK,
     make_benchmark_checkpoint,
     make_checkpoint,
+    make_dsa_benchmark_checkpoint,
     make_gqa_benchmark_checkpoint,
 )
 
@@ -138,6 +139,15 @@ def test_gqa_benchmark_checkpoint(tmp_path: Path):
     attention = 2 * hidden * (c["num_attention_heads"] + c["num_key_value_heads"]) * c["head_dim"]
     layers = c["num_hidden_layers"] * (attention + 3 * hidden * c["intermediate_size"])
     assert 99e6 < layers + c["vocab_size"] * hidden < 100e6
+
+
+def test_dsa_benchmark_checkpoint(tmp_path: Path):
+    narrow = {"hidden_size": 64, "vocab_size": 400, "kv_lora_rank": 32, "q_lora_rank": 32}
+    config = load_model_config(make_dsa_benchmark_checkpoint(tmp_path, **narrow))
+    assert (config.dtype, config.num_layers, config.num_heads) == ("bfloat16", 4, 8)
+    assert config.dsa is not None
+    assert (config.dsa.num_heads, config.dsa.head_dim, config.dsa.index_topk) == (32, 128, 2048)
+    assert config.dsa.full_layers == (True, False, True, False)
 
 
 def num_parameters(c: dict) -> float:
