@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from llguidance import LLMatcher, LLParserLimits
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from prefold.request import StructuredOutputs
 
@@ -37,11 +37,19 @@ def _of_schema(schema: str) -> str:
 
 
 def check_grammar(structured: StructuredOutputs) -> None:
-    """Takes milliseconds, for large schemas more. ValueError with the reason unless it can be compiled."""
+    """Takes milliseconds, for large schemas more. ValueError with the reason unless it can be compiled.
+
+    Its first step is tried as well, on bytes: a grammar without any text, or with too many beginnings, fails
+    only there.
+    """
     try:
-        refused, messages = LLMatcher.validate_grammar_with_warnings(
-            grammar_text(structured), limits=grammar_limits()
-        )
+        text = grammar_text(structured)
+        refused, messages = LLMatcher.validate_grammar_with_warnings(text, limits=grammar_limits())
+        if not refused:
+            matcher = LLMatcher(LLTokenizer("byte"), text, log_level=0, limits=grammar_limits())
+            if not matcher.is_error():
+                matcher.compute_bitmask()
+            refused, messages = matcher.is_error(), [matcher.get_error()]
     except (ValueError, TypeError) as error:
         refused, messages = True, [str(error)]
     if refused:

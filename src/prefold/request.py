@@ -131,6 +131,7 @@ def _check_sampling(p: SamplingParams) -> None:
         ("min_tokens", p.min_tokens, 0, 2**31 - 1),
         ("presence_penalty", p.presence_penalty, -2.0, 2.0),
         ("frequency_penalty", p.frequency_penalty, -2.0, 2.0),
+        ("repetition_penalty", p.repetition_penalty, 1e-3, 1e3),  # logits stay finite
     ]
     if p.max_tokens is not None:
         in_range.append(("max_tokens", p.max_tokens, 0, 2**31 - 1))
@@ -146,8 +147,6 @@ def _check_sampling(p: SamplingParams) -> None:
             raise ValueError(f"{name}={value} is outside [{low}, {high}]")
     if not 0.0 < p.top_p <= 1.0:
         raise ValueError(f"top_p={p.top_p} is outside (0, 1]")
-    if not (p.repetition_penalty > 0.0 and math.isfinite(p.repetition_penalty)):
-        raise ValueError(f"repetition_penalty={p.repetition_penalty} must be a finite number above 0")
     if p.max_tokens is not None and p.min_tokens > p.max_tokens:
         raise ValueError(f"min_tokens={p.min_tokens} is above max_tokens={p.max_tokens}")
     if any(not s for s in p.stop):

@@ -127,10 +127,13 @@ async def test_an_engine_that_dies_in_mid_stream(engine: Any):
     assert "length" not in connection.text
 
 
-@pytest.mark.parametrize("finish_reason", ["abort", "error"])
+@pytest.mark.parametrize(
+    ("finish_reason", "stop_reason", "status"),
+    [("abort", None, 503), ("error", "why", 500), ("error", "structured_outputs: too many items", 400)],
+)
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_what_the_engine_ended_is_an_error(
-    engine: Any, monkeypatch: pytest.MonkeyPatch, finish_reason: str, streamed: bool
+    engine: Any, finish_reason: str, stop_reason: str | None, status: int, streamed: bool
 ):
     generate = engine.generate
 
@@ -138,13 +141,13 @@ async def test_what_the_engine_ended_is_an_error(
         async for output in generate(*args, **kwargs):
             if output.finished:
                 output.outputs[0].finish_reason = finish_reason
-                output.outputs[0].stop_reason = "why"
+                output.outputs[0].stop_reason = stop_reason
             yield output
 
     engine.generate = ended
     connection = Connection(engine, "/v1/completions", {"prompt": "abc", "max_tokens": 2, "stream": streamed})
     await asyncio.wait_for(connection.task, 5)
-    assert connection.sent[0]["status"] == (200 if streamed else 503 if finish_reason == "abort" else 500)
+    assert connection.sent[0]["status"] == (200 if streamed else status)
     assert '"error":' in connection.text
     assert f'"finish_reason":"{finish_reason}"' not in connection.text
 

@@ -36,7 +36,7 @@ OUT_OF_RANGE: list[tuple[str, Any]] = [
     *[("seed", value) for value in (2**63, -(2**63) - 1)],
     *[("presence_penalty", value) for value in (2.1, -2.1)],
     *[("frequency_penalty", value) for value in (2.1, -2.1)],
-    *[("repetition_penalty", value) for value in (0, -1)],
+    *[("repetition_penalty", value) for value in (0, -1, 5e-324, 0.0009, 1001)],
     *[("logprobs", value) for value in (-1, 21, True)],
     *[("prompt_logprobs", value) for value in (-1, 21)],
     *[("stop", value) for value in ("", [""], [1], ["x"] * (MAX_STOP_STRINGS + 1), "x" * 5000)],

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefold import SamplingParams
+from prefold.grammar import check_grammar
 from prefold.request import RequestOutput, StructuredOutputs
 from prefold.sampling.grammar import GrammarError, Grammars
 from prefold.testing.checkpoints import make_checkpoint
@@ -290,6 +291,13 @@ def test_a_grammar_that_cannot_be_compiled_fails_its_request_only(
     assert failed.outputs[0].finish_reason == "error"
     assert "unclosed group" in str(failed.outputs[0].stop_reason)
     llm.engine.scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("fields", [{"grammar": "start: start"}, {"json_schema": '{"$ref": "#"}'}])
+def test_a_grammar_without_any_text_is_refused(fields: dict[str, Any]):
+    """It can be compiled, and fails at its first step."""
+    with pytest.raises(ValueError, match="cannot be used"):
+        check_grammar(StructuredOutputs(**fields))
 
 
 @pytest.mark.parametrize(

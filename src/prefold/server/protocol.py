@@ -140,7 +140,7 @@ class GenerationRequest(Strict):
     # As in vLLM.
     top_k: Annotated[int, Field(ge=-1, le=MAX_INT32), Whole] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=1000)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=1e-3, le=1e3)] | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS)] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=MAX_INT32), Whole] | None = None

@@ -24,6 +24,8 @@ ADMISSION_S = 1.0
 """How long a stream waits with its status line: what the engine refuses by then gets a status of its own."""
 KEEP_ALIVE_S = 15.0
 """A stream without output for that long gets a comment, so that proxies keep it open."""
+GRAMMAR_FAILED = "structured_outputs:"
+"""How the engine's reason begins if a grammar is too large to be followed, which shows only on the way."""
 CLIENT_LEFT = 499
 """Status that nobody reads."""
 
@@ -113,7 +115,10 @@ def _check_outcome(output: RequestOutput) -> None:
         if sample.finish_reason == "abort":
             raise unavailable("the request was aborted, as the server is shutting down")
         if sample.finish_reason == "error":
-            raise APIError(500, f"the engine failed: {sample.stop_reason}")
+            reason = str(sample.stop_reason)
+            if reason.startswith(GRAMMAR_FAILED):
+                raise APIError(400, reason, param="structured_outputs")
+            raise APIError(500, f"the engine failed: {reason}")
 
 
 async def run_to_end(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
