@@ -20,6 +20,10 @@ MAX_LOGPROBS = 20
 """Largest `logprobs` / `prompt_logprobs` a request may ask for."""
 
 
+MAX_GRAMMAR_CHARS = 1 << 17
+"""Longest schema or grammar: bounds the time to compile it, and how deep its rules refer to each other."""
+
+
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the generated text must look like. Exactly one of:
 
@@ -47,6 +51,9 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             raise ValueError(
                 f"structured_outputs takes exactly one of {names}; given: {', '.join(given) or 'none'}"
             )
+        size = sum(map(len, [self.json_schema or "", self.regex or "", self.grammar or "", *self.choice]))
+        if size > MAX_GRAMMAR_CHARS:
+            raise ValueError(f"structured_outputs of {size} characters exceed {MAX_GRAMMAR_CHARS}")
         if self.json_schema is not None:
             _check_schema(self.json_schema)
 

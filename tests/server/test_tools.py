@@ -181,6 +181,21 @@ async def test_structured_outputs_reach_the_engine(client: httpx.AsyncClient, en
     assert engine.params[-1].structured_outputs is None
 
 
+def nested(depth: int) -> Any:
+    schema: Any = {"type": "integer"}
+    for _ in range(depth):
+        schema = {"items": schema}
+    return schema
+
+
+def tool_of(parameters: Any) -> Any:
+    return {"type": "function", "function": {"name": "deep", "parameters": parameters}}
+
+
+def form_of(schema: Any) -> Any:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+
 BAD_TOOL = {"type": "function", "function": {"name": "bad", "parameters": {"type": "what"}}}
 
 
@@ -203,7 +218,14 @@ BAD_TOOL = {"type": "function", "function": {"name": "bad", "parameters": {"type
         ({"structured_outputs": {"json": "{"}}, "structured_outputs", "no JSON"),
         ({"structured_outputs": {}}, "structured_outputs", "exactly one"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "exactly one"),
-        ({"structured_outputs": {"regex": "a" * (1 << 20 | 1)}}, "structured_outputs", "1048577"),
+        ({"structured_outputs": {"regex": "a" * (1 << 17 | 1)}}, "structured_outputs", "131073"),
+        ({"structured_outputs": {"json": nested(900)}}, "structured_outputs", ""),
+        ({"tools": [tool_of(nested(450))], "tool_choice": "required"}, "tools", ""),
+        (
+            {"response_format": form_of({"enum": ["a" * 200_000]})},
+            "response_format",
+            "response_format of 2000",
+        ),
         (
             {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
             "structured_outputs",

@@ -212,6 +212,21 @@ def test_tokens_outside_the_grammar_are_an_error(grammars: Grammars):
         allowed(grammars, JSON, [5, 5])
 
 
+def long_chains() -> Iterator[StructuredOutputs]:
+    """Rules that refer to each other, as many as there is room for."""
+    rules = "\n".join(f"r{i:x}: r{i + 1:x}" for i in range(9000))
+    yield StructuredOutputs(grammar=f'start: r0\n{rules}\nr{9000:x}: "a"')
+    defs: dict[str, Any] = {f"{i:x}": {"$ref": f"#/$defs/{i + 1:x}"} for i in range(3700)}
+    schema = {"$ref": "#/$defs/0", "$defs": defs | {f"{3700:x}": {"type": "integer"}}}
+    yield StructuredOutputs(json_schema=json.dumps(schema))
+
+
+def test_no_grammar_exhausts_the_stack(grammars: Grammars):
+    for structured in long_chains():
+        check_grammar(structured)
+        assert allowed(grammars, structured, [])
+
+
 def test_compiled_grammars_are_kept_within_bounds(grammars: Grammars):
     for i in range(200):
         grammars.add(f"r{i}", StructuredOutputs(regex=f"a{{{i}}}"))
@@ -309,6 +324,7 @@ def test_a_grammar_without_any_text_is_refused(fields: dict[str, Any]):
         ({"json_schema": "{"}, "no JSON"),
         ({"json_schema": "[" * 100_000}, "no JSON"),
         ({"json_schema": "5"}, "object"),
+        ({"choice": ["a" * 70_000] * 2}, "140000 characters exceed 131072"),
     ],
 )
 def test_what_is_refused_at_once(fields: dict[str, Any], message: str):

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
-from prefold.grammar import grammar_limits, grammar_text
+from prefold.grammar import grammar_limits, grammar_text, run_deep
 from prefold.request import StructuredOutputs
 from prefold.tokenizer import load_tokenizer
 
@@ -90,7 +89,7 @@ class Grammars:
         """The grammar before its first token, now or soon."""
         future = self._compiled.get(structured)
         if future is None:
-            future = self._compiled[structured] = _in_thread(lambda: self._compile(structured))
+            future = self._compiled[structured] = run_deep(lambda: self._compile(structured))
         self._compiled.move_to_end(structured)
         while len(self._compiled) > MAX_COMPILED:
             self._compiled.popitem(last=False)
@@ -121,17 +120,3 @@ def make_tokenizer(model: str, vocab_size: int, eos_token_ids: list[int]) -> LLT
     if backend is None:
         raise ValueError(f"the tokenizer of {model!r} is of a kind that grammars cannot be used with")
     return LLTokenizer(backend.to_str(), n_vocab=max(vocab_size, len(hf)), eos_token=eos_token_ids)
-
-
-def _in_thread(work: Callable[[], LLMatcher]) -> Future[LLMatcher]:
-    """Its result, from a thread that nobody waits for at the end."""
-    future: Future[LLMatcher] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="grammar", daemon=True).start()
-    return future

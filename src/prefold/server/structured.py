@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-
-import msgspec
+from typing import Any
 
 from prefold.engine.async_engine import AsyncLLM
 from prefold.grammar import check_grammar
 from prefold.request import SamplingParams, StructuredOutputs
 from prefold.server.errors import APIError
 from prefold.server.protocol import GenerationRequest
-
-MAX_GRAMMAR_CHARS = 1 << 20
 
 
 def structured_outputs(body: GenerationRequest) -> StructuredOutputs | None:
@@ -31,13 +28,15 @@ def structured_outputs(body: GenerationRequest) -> StructuredOutputs | None:
             raise APIError(
                 400, "response_format json_schema takes json_schema.schema", param="response_format"
             )
-        return StructuredOutputs(json_schema=json.dumps(form.json_schema.json_schema))
+        return of_schema(form.json_schema.json_schema, "response_format")
     if given is None:
         return None
     schema = given.json_schema
+    if schema is not None and not isinstance(schema, str):
+        schema = schema_text(schema, "structured_outputs")
     try:
         return StructuredOutputs(
-            json_schema=schema if schema is None or isinstance(schema, str) else json.dumps(schema),
+            json_schema=schema,
             json_object=bool(given.json_object),
             regex=given.regex,
             choice=given.choice or (),
@@ -47,6 +46,21 @@ def structured_outputs(body: GenerationRequest) -> StructuredOutputs | None:
         raise APIError(400, str(error), param="structured_outputs") from None
 
 
+def of_schema(schema: Any, param: str) -> StructuredOutputs:
+    """APIError 400, naming the field `param`, for one that is too large."""
+    try:
+        return StructuredOutputs(json_schema=schema_text(schema, param))
+    except ValueError as error:
+        raise APIError(400, str(error).replace("structured_outputs", param, 1), param=param) from None
+
+
+def schema_text(schema: Any, param: str) -> str:
+    try:
+        return json.dumps(schema)
+    except RecursionError:
+        raise APIError(400, f"{param} is nested too deeply", param=param) from None
+
+
 async def check_structured(engine: AsyncLLM, params: SamplingParams, param: str) -> None:
     """APIError 400, naming the field `param`, unless the grammar can be compiled. Tries that in a thread."""
     structured = params.structured_outputs
@@ -54,19 +68,11 @@ async def check_structured(engine: AsyncLLM, params: SamplingParams, param: str)
         return
     if engine.tokenizer is None:
         raise APIError(400, "this model has no tokenizer, so its text has no structure", param=param)
-    size = sum(len(entry) for entry in _texts(structured))
-    if size > MAX_GRAMMAR_CHARS:
-        raise APIError(400, f"a grammar of {size} characters is above {MAX_GRAMMAR_CHARS}", param=param)
     try:
         await asyncio.to_thread(check_grammar, structured)
     except ValueError as error:
         message = str(error).replace("structured_outputs", param, 1)
         raise APIError(400, message, param=param) from None
-
-
-def _texts(structured: StructuredOutputs) -> list[str]:
-    values = msgspec.structs.astuple(structured)
-    return [value for value in values if isinstance(value, str)] + list(structured.choice)
 
 
 def structured_field(body: GenerationRequest) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +10,7 @@ from prefold.request import StructuredOutputs
 from prefold.server.errors import APIError
 from prefold.server.protocol import ChatCompletionRequest, NamedTool, Tool
 from prefold.server.responses import AssistantMessage, Delta
+from prefold.server.structured import of_schema
 from prefold.server.tool_parsers import (
     Grammar,
     ToolParser,
@@ -67,13 +67,17 @@ def tool_use(body: ChatCompletionRequest, parser: str, chat_template: str | None
     if choice == "none":
         return ToolUse()
     if choice == "required":
-        schema = StructuredOutputs(json_schema=json.dumps(_calls_schema(tools, first_only)))
+        try:
+            calls = _calls_schema(tools, first_only)
+        except RecursionError:
+            raise APIError(400, "tools is nested too deeply", param="tools") from None
+        schema = of_schema(calls, "tools")
         return ToolUse(required_calls, tools, schema, first_only=first_only, id_length=id_length)
     if isinstance(choice, NamedTool):
         name = choice.function.name
         if name not in tools:
             raise APIError(400, f"tool_choice names {name[:200]!r}, which is no tool", param="tool_choice")
-        schema = StructuredOutputs(json_schema=json.dumps(tools[name]))
+        schema = of_schema(tools[name], "tools")
         return ToolUse(named_call(name), tools, schema, id_length=id_length)
     constrained = body.response_format is not None and body.response_format.type != "text"
     if form is None or constrained or body.structured_outputs is not None:
