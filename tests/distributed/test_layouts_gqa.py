@@ -101,7 +101,7 @@ def test_every_length_chunks_and_prefixes(
         # 3 has no factor in common with them: these are all residues, too.
         lengths = list(range(1, residues + 4)) if residues <= 32 else list(range(1, 128, 3))
         random.Random(0).shuffle(lengths)
-        arrivals = [i * 16 // len(lengths) for i in range(len(lengths))]
+        arrivals = [i * 8 // len(lengths) for i in range(len(lengths))]
         check(llm, oracle, [oracle.prompt(length) for length in lengths], arrivals)
 
         for scheduler in llm.engine.schedulers:
