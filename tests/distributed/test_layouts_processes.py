@@ -42,7 +42,7 @@ def tokens_of(llm: LLM, prompts: list[list[int]], arrivals: list[int]) -> list[l
 def test_lengths_over_time(llm: LLM, oracle: Oracle) -> None:
     lengths = [*range(1, 36), 200, 2, 100]
     prompts = [oracle.prompt(length) for length in lengths]
-    arrivals = [i // 2 for i in range(len(prompts))]
+    arrivals = [i // 4 for i in range(len(prompts))]
     assert tokens_of(llm, prompts, arrivals) == [oracle(prompt) for prompt in prompts]
 
 
