@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 LONG_FILES = [
+    "e2e/test_demo_model.py",
     "distributed/test_layouts.py",
     "e2e/test_failures.py",
     "e2e/test_nodes.py",
@@ -19,7 +20,6 @@ LONG_FILES = [
     "distributed/test_pipeline.py",
     "e2e/test_scheduling.py",
     "server/test_live.py",
-    "e2e/test_demo_model.py",
     "distributed/test_context_parallel_dcp.py",
     "distributed/test_context_parallel.py",
     "distributed/test_layouts_dsa_shards.py",

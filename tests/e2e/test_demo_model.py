@@ -9,9 +9,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, Llam
 from prefold import LLM, SamplingParams
 from prefold.convert.demo import demo_gguf, demo_model
 from prefold.convert.gguf_source import GGUFSource
+from prefold.testing.reference import LOGIT_TIE
 from prefold.testing.thread_executor import ThreadLLM
+from prefold.tokenizer import Tokenizer, load_tokenizer
 
 ROOT = Path(__file__).parents[2]
+NUM_TOKENS = 64
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 
 pytestmark = [
     pytest.mark.slow,
@@ -88,17 +92,40 @@ def test_mla_form_equals_the_original_on_real_text(folder, original_run, prompt)
     assert tokens == expected
 
 
-def test_prefold_runs_the_original_as_transformers_does(original, original_run, prompt, tmp_path):
-    """Grouped-query attention on real weights: greedy tokens after 600 tokens of text, also on two
-    PCP ranks."""
-    document, expected = prompt[0].tolist(), original_run[1]
-    original.save_pretrained(tmp_path)
-    greedy = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
-    options = {"max_model_len": 700, "num_blocks": 40}
-    with LLM(str(tmp_path), threads_per_rank=1, skip_tokenizer_init=True, **options) as llm:
-        assert llm.generate(document, greedy)[0].outputs[0].token_ids == expected
-    with ThreadLLM(str(tmp_path), prefill_context_parallel_size=2, **options) as llm:
-        assert llm.generate(document, greedy)[0].outputs[0].token_ids == expected
+def real_documents(tokenizer: Tokenizer) -> list[list[int]]:
+    """Prompts of 1,000, 4,000 and 7,500 tokens from texts in this repository."""
+    story = tokenizer.encode((ROOT / "examples/document.txt").read_text())
+    licence = tokenizer.encode((ROOT / "LICENSE").read_text())
+    return [licence[:1000], story[-4000:], (story + licence)[:7500]]
+
+
+def greedy_tokens(model, prompt: list[int]) -> list[int]:
+    """transformers' greedy tokens; fails where its two best logits are so close that rounding may decide."""
+    cache, ids, tokens = DynamicCache(config=model.config), torch.tensor([prompt]), []
+    for _ in range(NUM_TOKENS):
+        best = model(ids, cache=cache, logits_to_keep=1).logits[0, -1].topk(2)
+        lead = float(best.values[0] - best.values[1])
+        assert lead > LOGIT_TIE, f"a tie after {len(prompt)} + {len(tokens)} tokens: take another text"
+        ids = best.indices[:1, None]
+        tokens.append(int(ids))
+    return tokens
+
+
+@torch.inference_mode()
+def test_real_documents_in_three_forms(folder, original):
+    """The GGUF file itself (grouped-query attention) on one rank and two, its conversion (latent attention)
+    and transformers, all in float32."""
+    gguf = demo_gguf()
+    assert gguf is not None
+    prompts = real_documents(load_tokenizer(gguf))
+    expected = [greedy_tokens(original, prompt) for prompt in prompts]
+    options = {"max_model_len": 7600, "num_blocks": 420, "dtype": "float32", "compute_dtype": "float32"}
+    for model in (gguf, folder):
+        with LLM(str(model), threads_per_rank=1, skip_tokenizer_init=True, **options) as llm:
+            outputs = llm.generate(prompts, GREEDY)
+        assert [output.outputs[0].token_ids for output in outputs] == expected, model
+    with ThreadLLM(str(gguf), prefill_context_parallel_size=2, **options) as llm:
+        assert llm.generate(prompts[0], GREEDY)[0].outputs[0].token_ids == expected[0]
 
 
 @pytest.mark.parametrize("form", ["latent", "grouped-query"])
