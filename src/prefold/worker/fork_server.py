@@ -51,7 +51,10 @@ class ForkServer:
                 self._wakeup.recv(4096)
                 self._report_ended()
             if self._control.fileno() in ready:
-                request, fds, _, _ = socket.recv_fds(self._control, MAX_REQUEST, 1)
+                try:
+                    request, fds, _, _ = socket.recv_fds(self._control, MAX_REQUEST, 1)
+                except ConnectionResetError:  # the engine was killed before it had read all answers
+                    return
                 if not request:
                     return
                 if request == b"kill":
