@@ -121,10 +121,7 @@ class _Writer:
         )
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        options = self._body.stream_options
-        wants_usage = options is not None and bool(options.include_usage)
-        in_every = wants_usage and options is not None and bool(options.continuous_usage_stats)
-        usage = UsageCounter(1)
+        usage = UsageCounter(1, self._body.stream_options)
         shown = [(Shown(), self._tools.reader()) for _ in range(self._request.params.n)]
         async with aclosing(run_engine(self._state, self._engine, [self._request])) as outputs:
             async for _, output in outputs:
@@ -132,10 +129,10 @@ class _Writer:
                 for sample in output.outputs:
                     for choice in self._chunk_choices(sample, *shown[sample.index]):
                         chunk = self._chunk([choice])
-                        if wants_usage:
-                            chunk["usage"] = usage.total() if in_every else None
+                        if usage.wanted:
+                            chunk["usage"] = usage.so_far()
                         yield msgspec.json.encode(chunk)
-        if wants_usage:
+        if usage.wanted:
             yield msgspec.json.encode(self._chunk([], usage.total()))
 
     def _chunk_choices(

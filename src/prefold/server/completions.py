@@ -91,10 +91,7 @@ class _Writer:
         return self._response(choices, usage.total())
 
     async def events(self, requests: list[EngineRequest]) -> AsyncGenerator[bytes, None]:
-        options = self._body.stream_options
-        wants_usage = options is not None and bool(options.include_usage)
-        in_every = wants_usage and options is not None and bool(options.continuous_usage_stats)
-        usage = UsageCounter(len(requests))
+        usage = UsageCounter(len(requests), self._body.stream_options)
         shown = {(i, s): Shown() for i in range(len(requests)) for s in range(self._n)}
         async with aclosing(run_engine(self._state, self._engine, requests)) as outputs:
             async for index, output in outputs:
@@ -108,10 +105,10 @@ class _Writer:
                     if first and self._body.prompt_logprobs is not None:
                         choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs or [])
                     chunk = self._response([choice])
-                    if wants_usage:
-                        chunk["usage"] = usage.total() if in_every else None
+                    if usage.wanted:
+                        chunk["usage"] = usage.so_far()
                     yield msgspec.json.encode(chunk)
-        if wants_usage:
+        if usage.wanted:
             yield msgspec.json.encode(self._response([], usage.total()))
 
     def _response(self, choices: list[CompletionChoice], usage: Usage | None = None) -> Completion:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from prefold.engine.async_engine import AsyncLLM
 from prefold.request import CompletionOutput, RequestOutput
+from prefold.server.protocol import StreamOptions
 from prefold.server.responses import Usage
 
 
@@ -28,15 +29,22 @@ class Shown:
 
 
 class UsageCounter:
-    """Tokens of all prompts and samples of a request."""
+    """Tokens of all prompts and samples of a request, and whether a stream tells them: at the end if
+    `wanted`, perhaps in every chunk, too."""
 
-    def __init__(self, num_prompts: int) -> None:
+    def __init__(self, num_prompts: int, options: StreamOptions | None = None) -> None:
         self._of = [(0, 0, 0)] * num_prompts
+        self.wanted = options is not None and bool(options.include_usage)
+        self._in_every = self.wanted and options is not None and bool(options.continuous_usage_stats)
 
     def see(self, index: int, output: RequestOutput) -> None:
         """The latest output of a prompt."""
         generated = sum(len(sample.token_ids) for sample in output.outputs)
         self._of[index] = (len(output.prompt_token_ids), generated, output.metrics.num_cached_tokens)
+
+    def so_far(self) -> Usage | None:
+        """For a chunk that is not the last, if usage is wanted."""
+        return self.total() if self._in_every else None
 
     def total(self) -> Usage:
         prompt, generated, cached = (sum(column) for column in zip(*self._of, strict=True))
