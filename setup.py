@@ -1,12 +1,43 @@
 """The native kernels; everything else about the package is in pyproject.toml."""
 
 from glob import glob
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError, LinkError
 
 FOLDER = "src/prefold/kernels"
+OPENMP = "-fopenmp"
+
+
+class BuildKernels(build_ext):
+    """With threads where the compiler has OpenMP; without, kernels run on one."""
+
+    def build_extensions(self) -> None:
+        if self._has_openmp():
+            for extension in self.extensions:
+                extension.extra_compile_args.append(OPENMP)
+                extension.extra_link_args.append(OPENMP)
+        super().build_extensions()
+
+    def _has_openmp(self) -> bool:
+        with TemporaryDirectory() as folder:
+            source = Path(folder, "probe.cpp")
+            source.write_text("#include <omp.h>\nint threads() { return omp_get_max_threads(); }\n")
+            try:
+                objects = self.compiler.compile([str(source)], output_dir=folder, extra_postargs=[OPENMP])
+                self.compiler.link_shared_object(
+                    objects, str(source.with_suffix(".so")), extra_postargs=[OPENMP]
+                )
+            except (CompileError, LinkError):
+                return False
+        return True
+
 
 setup(
+    cmdclass={"build_ext": BuildKernels},
     ext_modules=[
         Extension(
             "prefold.kernels._native",
@@ -16,5 +47,5 @@ setup(
             # Without a C++ compiler the package installs all the same, and torch does the work.
             optional=True,
         )
-    ]
+    ],
 )

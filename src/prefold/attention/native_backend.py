@@ -115,6 +115,6 @@ class NativeBackend:
 
 def attention_backend(workspace: Workspace, device: torch.device) -> AttentionBackend:
     """The backend of a rank on this device, with the threads that torch has now."""
-    if device.type == "cpu" and library.is_available():
+    if device.type == "cpu" and library.is_available() and library.has_one_thread():
         return NativeBackend(workspace)
     return TorchBackend(workspace, device)

@@ -13,7 +13,13 @@
 #include <cstring>
 #include <vector>
 
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
+
 namespace {
+
+#include "parallel.h"
 
 template <int W> struct Vector {
     typedef float Floats __attribute__((vector_size(4 * W)));
@@ -175,47 +181,51 @@ INLINE void combine(const float* x, int64_t x_stride, const uint16_t* w, int64_t
     TARGET void linear_##NAME(ARGUMENTS) { linear<W>(VALUES); }   \
     TARGET void combine_##NAME(ARGUMENTS) { combine<W>(VALUES); }
 
-#if defined(__x86_64__)
-VARIANT(avx512, __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma,prefer-vector-width=512"))), 16)
-VARIANT(avx2, __attribute__((target("avx2,fma"))), 8)
-#endif
 VARIANT(portable, , 4)
+#if defined(__x86_64__)
+VARIANT(avx2, __attribute__((target("avx2,fma"))), 8)
+VARIANT(avx512, __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma,prefer-vector-width=512"))), 16)
+#define VARIANTS(OP) {OP##_portable, OP##_avx2, OP##_avx512}
+#else
+#define VARIANTS(OP) {OP##_portable}
+#endif
 
-enum InstructionSet { PORTABLE, AVX2, AVX512 };
+typedef void (*Product)(ARGUMENTS);
+
+const Product LINEAR[] = VARIANTS(linear), COMBINE[] = VARIANTS(combine);
+
+struct Batch {
+    int64_t size, x_step, w_step, y_step;
+};
+
+constexpr int64_t THREAD_WORK = 32768;  // multiplications that are worth another thread
+
+// Every thread computes some of all matrices' columns; `w_column` is from one to the next in w.
+void split(Product product, const Batch& batch, int64_t w_column, int64_t columns_together, ARGUMENTS) {
+    const int64_t pieces = (columns + columns_together - 1) / columns_together;
+    const int64_t piece_work = std::max<int64_t>(columns_together * k * rows, 1);
+    parallel_ranges(batch.size * pieces, THREAD_WORK / piece_work, [&](int64_t piece, int64_t last) {
+        while (piece < last) {
+            const int64_t b = piece / pieces, end = std::min((b + 1) * pieces, last);
+            const int64_t from = (piece - b * pieces) * columns_together;
+            const int64_t to = std::min((end - b * pieces) * columns_together, columns);
+            product(x + b * batch.x_step, x_stride, w + b * batch.w_step + from * w_column, w_stride,
+                    y + b * batch.y_step + from, y_stride, rows, to - from, k);
+            piece = end;
+        }
+    });
+}
 
 }  // namespace
 
 extern "C" {
 
-// The best instruction set that this processor has.
-int prefold_instruction_set() {
-#if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw")
-        && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
-        return AVX512;
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return AVX2;
-#endif
-    return PORTABLE;
+void prefold_linear(int set, int64_t batch, int64_t x_batch, int64_t w_batch, int64_t y_batch, ARGUMENTS) {
+    split(LINEAR[set], {batch, x_batch, w_batch, y_batch}, w_stride, 4, VALUES);
 }
 
-#define ENTRY(OP)                                                                          \
-    void prefold_##OP(int set, int64_t batch, int64_t x_batch, int64_t w_batch,            \
-                      int64_t y_batch, ARGUMENTS) {                                        \
-        for (int64_t b = 0; b < batch; b++, x += x_batch, w += w_batch, y += y_batch) {    \
-            X86_CASES(OP)                                                                  \
-            OP##_portable(VALUES);                                                         \
-        }                                                                                  \
-    }
-
-#if defined(__x86_64__)
-#define X86_CASES(OP)                                       \
-    if (set == AVX512) { OP##_avx512(VALUES); continue; }   \
-    if (set == AVX2) { OP##_avx2(VALUES); continue; }
-#else
-#define X86_CASES(OP)
-#endif
-
-ENTRY(linear)
-ENTRY(combine)
+void prefold_combine(int set, int64_t batch, int64_t x_batch, int64_t w_batch, int64_t y_batch, ARGUMENTS) {
+    split(COMBINE[set], {batch, x_batch, w_batch, y_batch}, 1, 128, VALUES);
+}
 
 }  // extern "C"

@@ -1,7 +1,7 @@
 // Compiles the file KERNEL_SOURCE once per instruction set, each into a namespace of its own.
 //
-// A kernel is written once, with the vectors of vectors.h; entry points pick a namespace with
-// PREFOLD_DISPATCH. Everything that is included from here must come without includes of its own.
+// A kernel is written once, with the vectors of vectors.h and the loops of parallel.h; entry points pick a
+// namespace with PREFOLD_DISPATCH. Everything that is included from here must come without includes of its own.
 
 #include <algorithm>
 #include <cmath>
@@ -14,9 +14,13 @@
 #include <immintrin.h>
 #endif
 
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
+
 #define INLINE inline __attribute__((always_inline))
 
-// As prefold_instruction_set and INSTRUCTION_SETS in native.py number them.
+// As prefold_instruction_set and INSTRUCTION_SETS in library.py number them.
 enum InstructionSet { PORTABLE, AVX2, AVX512 };
 
 // Scratch memory that begins with a cache line. Contents are lost when it grows.
@@ -36,6 +40,7 @@ private:
 namespace portable {
 namespace {
 #include "vectors.h"
+#include "parallel.h"
 #include KERNEL_SOURCE
 }
 }
@@ -49,6 +54,7 @@ namespace {
 namespace avx2 {
 namespace {
 #include "vectors.h"
+#include "parallel.h"
 #include KERNEL_SOURCE
 }
 }
@@ -61,6 +67,7 @@ namespace {
 namespace avx512 {
 namespace {
 #include "vectors.h"
+#include "parallel.h"
 #include KERNEL_SOURCE
 }
 }

@@ -1,7 +1,9 @@
 """The shared library of native kernels: compiled when the package is installed, if there is a C++ compiler.
 
-Each kernel has a module that describes its contract and calls it. Where the library is missing, or where a
-rank has several threads, `is_available` says so and callers take torch.
+Each kernel has a module that describes its contract and calls it. Where the library is missing,
+`is_available` says so and callers take torch. Kernels split their work over the calling thread's number of
+threads (parallel.h): the library takes the OpenMP that torch has loaded, so both have one pool, and
+torch.set_num_threads holds for both.
 """
 
 from __future__ import annotations
@@ -35,8 +37,18 @@ def instruction_sets() -> tuple[str, ...]:
 
 
 def is_available() -> bool:
-    """Whether callers may take native kernels: the library was built, and torch has one thread."""
-    return _LIBRARY is not None and torch.get_num_threads() == 1
+    """Whether callers may take native kernels: the library was built."""
+    return _LIBRARY is not None
+
+
+def num_threads() -> int:
+    """Threads that a kernel takes when it is called from this thread."""
+    return 1 if _LIBRARY is None else _LIBRARY.prefold_num_threads()
+
+
+def has_one_thread() -> bool:
+    """The condition of kernels that are not split over threads yet."""
+    return torch.get_num_threads() == 1
 
 
 def declare(function: str, *argument_types: Any) -> Callable[..., None]:

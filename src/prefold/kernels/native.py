@@ -4,8 +4,7 @@ torch multiplies a few rows with a bfloat16 matrix at a third of the rate at whi
 rounds the rows to bfloat16 first. These kernels read the matrix once and keep everything else float32,
 so a row's result does not depend on how many others it is computed with.
 
-Where the library is missing, or where a rank has several threads, `can_multiply` says so and callers take
-torch.
+Where the library is missing, `can_multiply` says so and callers take torch.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _combine = library.declare("combine", *_ARGUMENTS)
 
 
 def can_multiply(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> bool:
-    """Whether these kernels serve the tensors: built, on a CPU, float32 by bfloat16, and one thread."""
+    """Whether these kernels serve the tensors: built, on a CPU, and float32 by bfloat16."""
     return (
         x.dtype == out.dtype == torch.float32
         and w.dtype == torch.bfloat16

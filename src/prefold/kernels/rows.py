@@ -39,7 +39,7 @@ class RowHeads:
 def can_attend(q: torch.Tensor, cache: torch.Tensor) -> bool:
     """Whether `attend` serves such queries and rows."""
     is_served = q.dtype == torch.float32 and cache.dtype in (torch.float32, torch.bfloat16)
-    return is_served and q.device.type == "cpu" and library.is_available()
+    return is_served and q.device.type == "cpu" and library.is_available() and library.has_one_thread()
 
 
 def attend(

@@ -1,0 +1,36 @@
+// What library.py asks of the library as a whole.
+
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
+
+namespace {
+
+// As instruction_sets.h and INSTRUCTION_SETS in library.py number them.
+enum InstructionSet { PORTABLE, AVX2, AVX512 };
+
+}  // namespace
+
+extern "C" {
+
+// The best instruction set that this processor has.
+int prefold_instruction_set() {
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw")
+        && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
+        return AVX512;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return AVX2;
+#endif
+    return PORTABLE;
+}
+
+// Threads that kernels take when the calling thread calls them: torch's number, or 1 without OpenMP.
+int prefold_num_threads() {
+#if defined(_OPENMP)
+    return omp_get_max_threads();
+#else
+    return 1;
+#endif
+}
+
+}  // extern "C"

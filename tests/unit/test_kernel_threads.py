@@ -1,0 +1,71 @@
+"""Kernels give the same bits with any number of threads, and take torch's."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from prefold.kernels import library, native
+
+THREADS = (1, 2, 3)
+
+
+@pytest.fixture(autouse=True)
+def threads_of_before() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def check_all_threads(compute: Callable[[str], torch.Tensor]) -> None:
+    """`compute(instruction set)` has the same bits with 1, 2 and 3 threads."""
+    results = []
+    for num_threads in THREADS:
+        torch.set_num_threads(num_threads)
+        assert library.num_threads() == num_threads
+        results.append([compute(name).clone() for name in library.instruction_sets()])
+    for result in results[1:]:
+        for first, other in zip(results[0], result):
+            assert torch.equal(first.view(torch.uint8), other.view(torch.uint8))
+
+
+def test_the_library_has_torchs_openmp() -> None:
+    """With one of its own it would not hear of torch.set_num_threads, and its pool would compete."""
+    mapped = {
+        line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/libgomp.so" in line
+    }
+    assert len(mapped) == 1, mapped
+    assert Path(torch.__file__).parent in Path(mapped.pop()).parents
+
+
+def test_each_calling_thread_has_its_own_number() -> None:
+    torch.set_num_threads(3)
+    seen = []
+
+    def other() -> None:
+        torch.set_num_threads(2)
+        seen.append(library.num_threads())
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    assert seen == [2]
+    assert library.num_threads() == 3
+
+
+@pytest.mark.parametrize("kernel", ["linear", "combine"])
+def test_products_with_bfloat16_matrices(kernel: str) -> None:
+    """Pieces that end within a matrix, and at its end; some matrices have less than a thread is worth."""
+    torch.manual_seed(0)
+    for batch, rows, depth, columns in ((1, 1, 577, 410), (1, 5, 300, 391), (7, 2, 129, 257), (50, 1, 60, 9)):
+        x = torch.randn(batch, rows, depth)
+        w = torch.randn(batch, *((columns, depth) if kernel == "linear" else (depth, columns))).bfloat16()
+        out = torch.empty(batch, rows, columns)
+        check_all_threads(
+            lambda name, x=x, w=w, out=out: getattr(native, kernel)(x, w, out.fill_(torch.nan), name)
+        )
+        assert out.isfinite().all()
