@@ -159,6 +159,32 @@ def test_outputs_come_in_order_before_a_failure_does(ranks: Ranks, fakes: list[F
         listen(ranks, 1)
 
 
+def ask(ranks: Ranks, limit_s: float) -> tuple[list[str], float]:
+    """Who gives no sign of life, and how long it takes until that is known."""
+    answers: list[list[str]] = []
+    start = time.monotonic()
+    ranks.ask(limit_s, answers.append)
+    while not answers:
+        ranks.poll(1.0, 12)
+    return answers[0], time.monotonic() - start
+
+
+def test_who_lives(ranks: Ranks, fakes: list[FakeRank]):
+    """An answer is quick if all do; a ping that was sent before the question does not count."""
+    ranks.limit_s = 60.0
+    silent, seconds = ask(ranks, 30.0)
+    assert (silent, seconds < 2) == ([], True)
+    assert ask(ranks, 30.0)[0] == []
+    fakes[1].stopped.set()
+    for _ in range(2):  # the second time its ping is an old one
+        silent, seconds = ask(ranks, 0.4)
+        assert silent == ["rank 1 (process 1001)"]
+        assert 0.4 <= seconds < 3
+    threading.Timer(0.2, fakes[1].stopped.clear).start()
+    silent, seconds = ask(ranks, 30.0)
+    assert (silent, seconds < 5) == ([], True)
+
+
 TIMED_OUT = "all_gather (call 7 of group 'pcp') did not complete; missing ranks: 2"
 
 

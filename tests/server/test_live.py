@@ -19,6 +19,7 @@ from typing import Any
 
 import httpx2 as httpx
 import openai
+import psutil
 import pytest
 
 from prefold.cli.main import main
@@ -290,6 +291,23 @@ def test_a_client_that_leaves(server: Server, client: openai.OpenAI, length: int
     # Whoever comes next has the engine for itself.
     full = complete(client, [7] * (MAX_MODEL_LEN - 1), max_tokens=1)
     assert full.choices[0].finish_reason == "length"
+
+
+def test_a_stopped_rank_is_not_healthy(server: Server, client: openai.OpenAI):
+    """In the middle of a step, long before it counts as dead. When it goes on, so do requests."""
+    rank = server.ranks()[1]
+    stream = complete(client, max_tokens=300, stream=True, extra_body={"ignore_eos": True})
+    parts = [next(stream)]
+    rank.suspend()
+    try:
+        wait_for(lambda: rank.status() == psutil.STATUS_STOPPED)  # the last of its threads, too
+        health = httpx.get(f"{server.url}/health", timeout=10)
+    finally:
+        rank.resume()
+    assert (health.status_code, f"(process {rank.pid}) does not answer" in health.text) == (503, True)
+    assert httpx.get(f"{server.url}/health").status_code == 200
+    parts += stream
+    assert parts[-1].choices[0].finish_reason == "length"
 
 
 @pytest.mark.parametrize("endpoint", ["completions", "chat"])

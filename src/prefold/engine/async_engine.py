@@ -294,16 +294,19 @@ class AsyncLLM:
 
     async def check_health(self, timeout_s: float = 5.0) -> None:
         """Raises:
-        EngineDeadError: the engine has failed, or its process does not answer within the time.
+        EngineDeadError: the engine has failed, or its process or a rank does not answer within the time.
         """
         if self.status is not EngineStatus.READY or self._client is None:
             self._raise_not_ready()
         try:
-            await self._client.ping(timeout_s)
+            silent = await self._client.silent_ranks(timeout_s)
         except TimeoutError:
             raise EngineDeadError(f"the engine process has not answered for {timeout_s:g} s") from None
         except ConnectionError:
             raise EngineDeadError("the engine process has failed or is gone") from None
+        if silent:
+            verb = "does" if len(silent) == 1 else "do"
+            raise EngineDeadError(f"{', '.join(silent)} {verb} not answer")
 
     async def check_integrity(self) -> int:
         """For tests: AssertionError unless the engine's books agree; returns how many blocks are in use.

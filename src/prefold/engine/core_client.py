@@ -13,6 +13,7 @@ from collections.abc import Callable
 from prefold.config import EngineConfig
 from prefold.control import Channel, decode, encode
 from prefold.engine.core_messages import (
+    ASK,
     FAILED,
     LOG,
     PING,
@@ -20,10 +21,13 @@ from prefold.engine.core_messages import (
     QUIT,
     READY,
     SETUP,
+    TOLD,
     CoreFailure,
     CoreReady,
     CoreSetup,
     LogLine,
+    RanksAnswer,
+    RanksQuestion,
 )
 from prefold.engine.launch import describe_exit, python_environment
 
@@ -34,6 +38,8 @@ LEAVE_S = 1.0
 KILL_S = 5.0
 """How long the kernel may take to end a killed process."""
 PING_EVERY_S = 1.0
+RANKS_SHARE = 0.6
+"""Of the time that somebody waits for the ranks' signs of life: what is left is for the way back."""
 START_SILENCE_S = 60.0
 """How long a process that starts may be silent at least: loading libraries keeps its threads from running."""
 
@@ -81,8 +87,8 @@ class CoreClient:
         self.pid = self._process.pid
         self.ready: asyncio.Future[CoreReady] = self._loop.create_future()
         self.alive = True
-        self._pings: dict[bytes, asyncio.Future[None]] = {}
-        self._num_pings = 0
+        self._asked: dict[int, asyncio.Future[list[str]]] = {}
+        self._num_asked = 0
         self._tasks: list[asyncio.Task[None]] = []
         self._loop.add_reader(self._channel.fileno(), self._read)
         level = logging.getLogger("prefold").getEffectiveLevel()
@@ -123,9 +129,10 @@ class CoreClient:
         if kind == READY:
             self.ready.set_result(decode(body, CoreReady))
         elif kind == PONG:
-            answer = self._pings.get(body)
-            if answer is not None and not answer.done():
-                answer.set_result(None)
+            self._answer(int.from_bytes(body, "big"), [])
+        elif kind == TOLD:
+            told: RanksAnswer = decode(body, RanksAnswer)
+            self._answer(told.number, told.silent)
         elif kind == LOG:
             line: LogLine = decode(body, LogLine)
             logger.log(line.level, "%s", line.text)
@@ -134,18 +141,32 @@ class CoreClient:
         else:
             self._on_message(kind, body)
 
-    async def ping(self, timeout_s: float) -> None:
-        """TimeoutError: no answer within the time; ConnectionError: the process has failed or is gone."""
+    async def silent_ranks(self, timeout_s: float) -> list[str]:
+        """Names of the ranks that give no sign of life within most of the time. None do if the process itself
+        is the only rank.
+
+        Raises:
+            TimeoutError: the process has not answered within the time.
+            ConnectionError: it has failed or is gone.
+        """
         if not self.alive:
             raise ConnectionError
-        self._num_pings += 1
-        number = self._num_pings.to_bytes(8, "big")
-        self._pings[number] = self._loop.create_future()
-        self.send(PING, number)
+        self._num_asked += 1
+        number = self._num_asked
+        self._asked[number] = self._loop.create_future()
+        if self.ready.result().rank_pids:
+            self.send(ASK, encode(RanksQuestion(number, RANKS_SHARE * timeout_s)))
+        else:  # a thread answers, also in the middle of a step
+            self.send(PING, number.to_bytes(8, "big"))
         try:
-            await asyncio.wait_for(self._pings[number], timeout_s)
+            return await asyncio.wait_for(self._asked[number], timeout_s)
         finally:
-            del self._pings[number]
+            del self._asked[number]
+
+    def _answer(self, number: int, silent: list[str]) -> None:
+        answer = self._asked.get(number)
+        if answer is not None and not answer.done():
+            answer.set_result(silent)
 
     async def _watch(self) -> None:
         """A process that lives answers pings, whatever it does. Time counts only while this loop runs, so
@@ -180,7 +201,7 @@ class CoreClient:
         self.alive = False
         self._loop.remove_reader(self._channel.fileno())
         self._loop.remove_writer(self._channel.fileno())
-        for answer in self._pings.values():
+        for answer in self._asked.values():
             if not answer.done():
                 answer.set_exception(ConnectionError())
 

@@ -12,10 +12,12 @@ from prefold.config import EngineConfig
 from prefold.request import SamplingParams
 from prefold.step import TokenLogprobs
 
-SETUP, ADD, ABORT, PING, CHECK, QUIT = b"U", b"A", b"X", b"P", b"C", b"Q"
-"""Kinds to the engine process. Bodies: CoreSetup, CoreRequest, sample ids, anything, none, none."""
-READY, REFUSED, OUTPUTS, ABORTED, PONG, CHECKED = b"R", b"N", b"O", b"B", b"G", b"I"
-"""Kinds from it: CoreReady, Refusal, CoreOutputs, the sample ids of an ABORT, a PING's body, CheckReport."""
+SETUP, ADD, ABORT, PING, ASK, CHECK, QUIT = b"U", b"A", b"X", b"P", b"K", b"C", b"Q"
+"""Kinds to the engine process. Bodies: CoreSetup, CoreRequest, sample ids, anything, RanksQuestion, none,
+none."""
+READY, REFUSED, OUTPUTS, ABORTED, PONG, TOLD, CHECKED = b"R", b"N", b"O", b"B", b"G", b"T", b"I"
+"""Kinds from it: CoreReady, Refusal, CoreOutputs, the sample ids of an ABORT, a PING's body, RanksAnswer,
+CheckReport."""
 SNAPSHOT, LOG, FAILED = b"S", b"L", b"F"
 """Also from it: metrics.EngineSnapshot, LogLine, CoreFailure (the last message)."""
 
@@ -90,6 +92,20 @@ class CheckReport(msgspec.Struct):
 
     error: str
     blocks_used: int
+
+
+class RanksQuestion(msgspec.Struct):
+    """Do the ranks live? They have `limit_s` to show it."""
+
+    number: int
+    limit_s: float
+
+
+class RanksAnswer(msgspec.Struct):
+    """`silent`: names of the ranks that did not."""
+
+    number: int
+    silent: list[str]
 
 
 class LogLine(msgspec.Struct):

@@ -33,6 +33,8 @@ from prefold.engine.core_messages import (
     CoreRequest,
     CoreSetup,
     LogLine,
+    RanksAnswer,
+    RanksQuestion,
     Refusal,
     ScheduledSample,
 )
@@ -194,6 +196,8 @@ class CoreProcess:
             self._core.abort(sample_ids)
             # From here on outputs under these ids are those of other requests.
             self._link.send(kinds.ABORTED, body)
+        elif kind == kinds.ASK:
+            self._ask_ranks(decode(body, RanksQuestion))
         else:
             assert kind == kinds.CHECK, kind
             self._send(kinds.CHECKED, self._check())
@@ -211,6 +215,14 @@ class CoreProcess:
                 logger.exception("a request was refused because of an error in the engine")
             request_id = msgspec.msgpack.decode(body)[0]
             self._send(kinds.REFUSED, Refusal(request_id, str(error)))
+
+    def _ask_ranks(self, question: RanksQuestion) -> None:
+        executor = self._core.executor
+        assert isinstance(executor, MultiProcessExecutor), "this process is the only rank, and answers pings"
+        executor.ask_ranks(
+            question.limit_s,
+            lambda silent: self._send(kinds.TOLD, RanksAnswer(question.number, silent)),
+        )
 
     def _check(self) -> CheckReport:
         error = ""

@@ -14,6 +14,7 @@ import socket
 import tempfile
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import msgspec
@@ -244,6 +245,11 @@ class MultiProcessExecutor:
     def check_health(self) -> None:
         """See Executor.check_health."""
         self.wait(0.0)
+
+    def ask_ranks(self, limit_s: float, answer: Callable[[list[str]], None]) -> None:
+        """Whoever waits here calls `answer` with the names of the ranks that gave no sign of life within
+        `limit_s`; sooner if all have."""
+        self._ranks.ask(limit_s, answer)
 
     def wait(self, timeout_s: float) -> None:
         """See Executor.wait."""

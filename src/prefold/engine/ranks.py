@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from prefold.control import (
     ERROR,
@@ -49,7 +50,8 @@ class Rank:
         node: which command has started it; 0 is this process.
         place: the same for messages.
         silent_s: how long nothing was heard of it, as far as that counts.
-        asked: it has a ping to answer.
+        asked_s: when the ping was sent that it is to answer; None: it has answered.
+        lived_s: when the ping was sent that it answered last: it has lived since.
         step: what it was computing when last heard of.
         stuck_s: how long it has been in a step without using processor time.
         ready: its WorkerInfo, encoded, once it is ready.
@@ -62,7 +64,8 @@ class Rank:
     node: int = 0
     place: str = ""
     silent_s: float = 0.0
-    asked: bool = False
+    asked_s: float | None = None
+    lived_s: float = float("-inf")
     step: int | None = None
     stuck_s: float = 0.0
     cpu_s: float = 0.0
@@ -86,6 +89,14 @@ class RankFailure(Exception):
         super().__init__(message)
         self.user_error = user_error
         self.trace = trace
+
+
+class Round(NamedTuple):
+    """Somebody asks whether the ranks live: all have to answer a ping sent after `start_s`, by `end_s`."""
+
+    start_s: float
+    end_s: float
+    answer: Callable[[list[str]], None]
 
 
 class Ranks:
@@ -120,6 +131,7 @@ class Ranks:
         self._lost_node: int | None = None
         self._next_ping = 0.0
         self._polled = time.monotonic()
+        self._rounds: list[Round] = []
 
     @property
     def _ping_every_s(self) -> float:
@@ -129,6 +141,12 @@ class Ranks:
         """Never waits, and leaves it to `poll` to say that a rank is gone."""
         with contextlib.suppress(OSError):
             self.ranks[rank].channel.send(kind, body)
+
+    def ask(self, limit_s: float, answer: Callable[[list[str]], None]) -> None:
+        """Ask all ranks for a sign of life. `poll` calls `answer` with those that have given none within
+        `limit_s`: at once when all have, else when that time is over."""
+        now = time.monotonic()
+        self._rounds.append(Round(now, now + limit_s, answer))
 
     def poll(self, timeout_s: float, step: int | None) -> None:
         """Read what has come, waiting up to `timeout_s` for something; outputs are put into `outputs`.
@@ -171,7 +189,8 @@ class Ranks:
         if self._wakeup is not None:
             poller.register(self._wakeup, select.POLLIN)
             readers[self._wakeup] = _nothing
-        ready = poller.poll(min(timeout_s, self._ping_every_s) * 1000)
+        ends = [asked.end_s - time.monotonic() for asked in self._rounds]
+        ready = poller.poll(max(0.0, min(timeout_s, self._ping_every_s, *ends)) * 1000)
         # A longer gap than that means that this process was busy or suspended, and so perhaps were the ranks.
         now = time.monotonic()
         gap, self._polled = min(now - self._polled, 2 * self._ping_every_s), now
@@ -179,16 +198,22 @@ class Ranks:
             rank.silent_s += gap
         for fd, _ in ready:
             readers[fd]()
+        for asked in list(self._rounds):
+            silent = [str(rank) for rank in self.ranks if rank.lived_s < asked.start_s]
+            if not silent or now >= asked.end_s:
+                self._rounds.remove(asked)
+                asked.answer(silent)
 
     def _ping(self) -> None:
-        """Now and then; a rank that does not answer gets one ping at most."""
+        """Now and then, or if somebody asks; a rank that does not answer gets one ping at most."""
         now = time.monotonic()
-        if now < self._next_ping:
-            return
-        self._next_ping = now + self._ping_every_s
+        is_due = now >= self._next_ping
+        if is_due:
+            self._next_ping = now + self._ping_every_s
+        since = max((asked.start_s for asked in self._rounds), default=float("-inf"))
         for rank in self.ranks:
-            if not rank.gone and not rank.asked:
-                rank.asked = True
+            if not rank.gone and rank.asked_s is None and (is_due or rank.lived_s < since):
+                rank.asked_s = now
                 self.send(rank.rank, PING)
 
     def _read(self, rank: Rank) -> None:
@@ -219,7 +244,9 @@ class Ranks:
         gap = min(now - rank.ponged, 2 * self._ping_every_s)
         still = pong.busy and pong.step == rank.step and pong.cpu_s - rank.cpu_s < STUCK_SHARE * gap
         rank.stuck_s = rank.stuck_s + gap if still else 0.0
-        rank.asked, rank.ponged = False, now
+        if rank.asked_s is not None:
+            rank.lived_s, rank.asked_s = rank.asked_s, None
+        rank.ponged = now
         rank.step, rank.cpu_s = pong.step, pong.cpu_s
 
     def _read_node(self, node: int) -> None:
