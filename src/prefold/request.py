@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -195,6 +196,9 @@ class Request:
     the latest step that holds the request (-1: none yet). `num_cached_tokens` is what was found in the
     prefix cache: at admission, and before that what would have been found on arrival. `block_hashes`
     are those of its first full blocks, as far as somebody asked; they outlive a preemption.
+    `num_slots` tokens have room in its blocks, and with `next_full_block` computed tokens one more block is
+    full: most steps of a decode reach neither. KVCacheManager keeps both.
+    `max_num_tokens` is the length, prompt and output, with which it ends at the latest.
 
     With `max_tokens` 0 nobody asks what follows the prompt, so its last token is not computed (unless it is
     the only one): it is no token of the request here, and `target_token_ids` tells the workers what the one
@@ -231,8 +235,11 @@ class Request:
         self.num_sent_tokens = 0
         self.num_preemptions = 0
         self.last_step_id = -1
+        self.num_slots = 0
+        self.next_full_block = sys.maxsize
         self.block_hashes: list[bytes] = []
         self.all_token_ids = prompt_token_ids
+        self.max_num_tokens = len(prompt_token_ids) + max_tokens
 
     @property
     def num_tokens(self) -> int:

@@ -29,7 +29,7 @@ class NewRequestData(msgspec.Struct, array_like=True):
     eos_token_ids: tuple[int, ...] = ()
 
 
-class CachedRequestData(msgspec.Struct, array_like=True):
+class CachedRequestData(msgspec.Struct, array_like=True, gc=False):
     """What changed for a request that the workers hold already.
 
     `new_token_ids` are tokens sampled since the workers last heard of it: the engine decides the

@@ -467,7 +467,7 @@ def test_a_rank_that_dies_while_the_engine_is_idle():
 def test_a_half_finished_request_keeps_its_finished_samples():
     engine, _ = make(FakeExecutor(before=Failing("receive", 4, DEAD)))
     engine.add_request("a", [5], SamplingParams(n=2, temperature=0.0, max_tokens=5, stop_token_ids=[155]))
-    engine.schedulers[0].requests["a:0"].max_tokens = 1
+    engine.schedulers[0].requests["a:0"].max_num_tokens = 2
     with pytest.raises(EngineDeadError):
         run(engine)
     (output,) = engine.failed_outputs

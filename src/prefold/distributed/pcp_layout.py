@@ -166,7 +166,7 @@ def partition(
         raise ValueError(f"num_scheduled={num_scheduled.tolist()}: every request needs at least 1 token")
     is_split = is_prefill & (num_scheduled >= max(2 * size, min_split_tokens))
     is_shared = ~is_prefill & (decode_unit > 1)  # whole, on all ranks of a unit
-    split, shared, whole = (np.flatnonzero(a) for a in (is_split, is_shared, ~(is_split | is_shared)))
+    split, shared, whole = (a.nonzero()[0] for a in (is_split, is_shared, ~(is_split | is_shared)))
     end = num_computed + num_scheduled
     cost = row_cost(num_scheduled, causal_pairs(num_computed, end), pairs_per_token)
 
@@ -209,9 +209,9 @@ def _deal(cost: IntArray, size: int) -> IntArray:
     >>> _deal(np.array([9, 1, 8, 5, 4]), size=2).tolist()
     [0, 0, 1, 1, 0]
     """
-    turn, place = np.divmod(np.arange(cost.size), size)
+    place = np.arange(cost.size) % (2 * size)
     ranks = np.empty(cost.size, dtype=np.int64)
-    ranks[np.argsort(-cost, kind="stable")] = np.where(turn % 2 == 0, place, size - 1 - place)
+    ranks[np.argsort(-cost, kind="stable")] = np.minimum(place, 2 * size - 1 - place)
     return ranks
 
 
@@ -266,10 +266,13 @@ def _sorted_rows(
     num_requests = max(num_computed.size, 1)
     group = 2 * rank + ~is_prefill[request]
     # One integer key per row; a rank has at most two rows of a request, and they arrive in order.
-    order = np.argsort(group * num_requests + request, kind="stable")
+    key = group * num_requests + request
+    # numpy sorts keys of 16 bits without comparing them.
+    short = 2 * size * num_requests <= 1 << 16
+    order = np.argsort(key.astype(np.uint16) if short else key, kind="stable")
     group, request, start, end = group[order], request[order], start[order], end[order]
-    group_offsets = np.searchsorted(group, np.arange(2 * size + 1))
-    tokens = np.diff(_offsets(end - start)[group_offsets]).reshape(size, 2)
+    group_offsets = _offsets(np.bincount(group, minlength=2 * size))
+    tokens = _sums_between(end - start, group_offsets).reshape(size, 2)
     row_offsets = group_offsets[::2]
     return Partition(
         size=size,
@@ -284,7 +287,7 @@ def _sorted_rows(
         row_offsets=row_offsets,
         num_prefill_tokens=tokens[:, 0],
         num_decode_tokens=tokens[:, 1],
-        causal_pairs=np.diff(_offsets(causal_pairs(start, end))[row_offsets]),
+        causal_pairs=_sums_between(causal_pairs(start, end), row_offsets),
     )
 
 
@@ -380,6 +383,12 @@ def _offsets(counts: IntArray) -> IntArray:
     offsets = np.zeros(counts.size + 1, dtype=np.int64)
     np.cumsum(counts, out=offsets[1:])
     return offsets
+
+
+def _sums_between(values: IntArray, bounds: IntArray) -> IntArray:
+    """[n + 1] bounds -> [n] sums of `values[bounds[i]:bounds[i + 1]]`."""
+    sums = _offsets(values)[bounds]
+    return sums[1:] - sums[:-1]
 
 
 def _ranges(starts: IntArray, counts: IntArray) -> IntArray:

@@ -43,12 +43,10 @@ class PrefixCacheStats:
 
 @dataclass(slots=True)
 class _Table:
-    """Blocks of one request, in order of position. `num_hashed` of them have been offered to the pool;
-    `next_full` is the number of computed tokens at which the next one can be."""
+    """Blocks of one request, in order of position. `num_hashed` of them have been offered to the pool."""
 
     block_ids: list[int]
     num_hashed: int
-    next_full: int
 
 
 class KVCacheManager:
@@ -111,11 +109,10 @@ class KVCacheManager:
         if num_new > self.pool.num_free_blocks - self.pool.num_free_among(prefix):
             return None
         self.pool.touch(prefix)
-        self._tables[request] = _Table(
-            block_ids=prefix + self.pool.allocate(num_new),
-            num_hashed=len(prefix),
-            next_full=(len(prefix) + 1) * self.block_size,
-        )
+        block_ids = prefix + self.pool.allocate(num_new)
+        self._tables[request] = _Table(block_ids, num_hashed=len(prefix))
+        request.num_slots = len(block_ids) * self.block_size
+        request.next_full_block = (len(prefix) + 1) * self.block_size
         num_cached_tokens = len(prefix) * self.block_size
         self.prefix_cache_stats.num_requests += 1
         self.prefix_cache_stats.num_query_tokens += request.num_tokens
@@ -123,7 +120,8 @@ class KVCacheManager:
         return num_cached_tokens
 
     def allocate(self, request: Request, num_tokens: int) -> list[int] | None:
-        """Extend the request's table to `num_tokens` tokens: the new block ids, often none.
+        """Extend the request's table to `num_tokens` tokens: the new block ids, none while they are at most
+        `request.num_slots`.
 
         None, with nothing changed, when fewer blocks are free than that takes.
         """
@@ -135,30 +133,26 @@ class KVCacheManager:
             return None
         block_ids = self.pool.allocate(num_new)
         table.block_ids += block_ids
+        request.num_slots = len(table.block_ids) * self.block_size
         return block_ids
 
     def cache_full_blocks(self, requests: Iterable[Request]) -> None:
-        """Make the blocks that their `num_computed_tokens` fill findable (see the rule of this module)."""
-        tables = self._tables
+        """Make the blocks that their `num_computed_tokens` fill findable (see the rule of this module).
+        Nothing happens to requests that are below their `next_full_block`."""
         for request in requests:
-            if request.num_computed_tokens >= tables[request].next_full:
-                self._cache_full_blocks(request)
-
-    def _cache_full_blocks(self, request: Request) -> None:
-        hashes = self.hashes_being_written(request)
-        if not hashes:
-            return
-        table = self._tables[request]
-        for block_id, block_hash in zip(table.block_ids[table.num_hashed :], hashes):
-            self.pool.register(block_id, block_hash)
-        table.num_hashed += len(hashes)
-        table.next_full = (table.num_hashed + 1) * self.block_size
+            table = self._tables[request]
+            hashes = self.hashes_being_written(request)
+            for block_id, block_hash in zip(table.block_ids[table.num_hashed :], hashes):
+                self.pool.register(block_id, block_hash)
+            if hashes:
+                table.num_hashed += len(hashes)
+                request.next_full_block = (table.num_hashed + 1) * self.block_size
 
     def hashes_being_written(self, request: Request) -> list[bytes]:
         """Hashes of the blocks that `cache_full_blocks` will make findable after this step."""
-        table = self._tables[request]
-        if request.num_computed_tokens < table.next_full or not self.pool.enable_prefix_caching:
+        if request.num_computed_tokens < request.next_full_block or not self.pool.enable_prefix_caching:
             return []
+        table = self._tables[request]
         num_full = request.num_computed_tokens // self.block_size
         return self._hashes(request, num_full)[table.num_hashed :]
 
@@ -174,6 +168,7 @@ class KVCacheManager:
         table = self._tables.pop(request, None)
         if table is not None:
             self.pool.free(reversed(table.block_ids))
+            request.num_slots = 0
 
     def distrust(self, request: Request) -> None:
         """No later request finds what this one's blocks hold, shared ones included."""
@@ -185,8 +180,8 @@ class KVCacheManager:
         """Nothing computed so far is reused. Running requests keep their blocks, but from now on
         register none: these continue a context from before the reset."""
         self.pool.reset_prefix_cache()
-        for table in self._tables.values():
-            table.next_full = _NEVER
+        for request in self._tables:
+            request.next_full_block = _NEVER
 
     def check_integrity(self, requests: Iterable[Request]) -> None:
         """AssertionError unless exactly `requests` may hold blocks and all counts agree."""
@@ -196,6 +191,7 @@ class KVCacheManager:
         for request, table in self._tables.items():
             assert len(set(table.block_ids)) == len(table.block_ids), f"{request}: a block occurs twice"
             capacity = len(table.block_ids) * self.block_size
+            assert request.num_slots == capacity, f"{request}: {request.num_slots} slots, not {capacity}"
             assert request.num_computed_tokens <= capacity, f"{request}: only {capacity} slots"
             assert table.num_hashed <= len(table.block_ids), f"{request}: hashes without blocks"
         self.pool.check_integrity(Counter(b for table in self._tables.values() for b in table.block_ids))

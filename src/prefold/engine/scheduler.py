@@ -21,6 +21,7 @@ sampled has nothing to compute and sits out.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -83,6 +84,7 @@ class Scheduler:
         if request.request_id in self.requests:
             raise ValueError(f"request id {request.request_id!r} is in use")
         self.requests[request.request_id] = request
+        request.max_num_tokens = min(request.max_num_tokens, self.max_model_len)
         request.num_cached_tokens = self.kv.num_cached_tokens(request)
         self.waiting.append(request)
         self._num_waiting_tokens += _uncached_tokens(request)
@@ -196,7 +198,7 @@ class Scheduler:
         if scheduled:
             for request in requests:
                 request.last_step_id = step_id
-            self.kv.cache_full_blocks(requests)
+            self.kv.cache_full_blocks([r for r in requests if r.num_computed_tokens >= r.next_full_block])
             self._in_flight.append(_StepInFlight(step_id, requests))
             output.finished_request_ids, self._dropped_ids = self._dropped_ids, []
         return output
@@ -227,19 +229,21 @@ class Scheduler:
             if num_tokens == 0 or (is_decode and decodes_left == 0):
                 i += 1
                 continue
-            new_block_ids = allocate(request, computed + num_tokens)
+            end = computed + num_tokens
+            new_block_ids = [] if end <= request.num_slots else allocate(request, end)
             if new_block_ids is None:
                 blocks_are_short = True
                 if self._ended_in_flight or self._is_in_flight(running[-1]):
                     break
                 self._requeue(running.pop())
                 continue
+            request_id = request.request_id
             new_token_ids = tokens[request.num_sent_tokens :]
-            cached.append(CachedRequestData(request.request_id, new_token_ids, new_block_ids, computed))
-            scheduled[request.request_id] = num_tokens
+            cached.append(CachedRequestData(request_id, new_token_ids, new_block_ids, computed))
+            scheduled[request_id] = num_tokens
             requests.append(request)
             request.num_sent_tokens = len(tokens)
-            request.num_computed_tokens = computed + num_tokens
+            request.num_computed_tokens = end
             budget -= num_tokens
             decodes_left -= is_decode
             i += 1
@@ -313,6 +317,8 @@ class Scheduler:
         assert [step_id] == [step.step_id for step in self._in_flight][:1], "steps are mixed up"
         events: list[tuple[Request, list[int]]] = []
         requests = self._in_flight.popleft().requests
+        next_step_id = self._in_flight[0].step_id if self._in_flight else sys.maxsize
+        num_alive = len(self.requests)
         sampled_token_ids, errors, running = output.sampled_token_ids, output.errors, RequestStatus.RUNNING
         for request in requests:
             if request.status is not running:
@@ -322,8 +328,8 @@ class Scheduler:
                 self._finish(request, RequestStatus.FINISHED_ERROR, errors[request_id])
                 events.append((request, []))
                 continue
-            sampled = sampled_token_ids.get(request_id)
-            if request.num_computed_tokens < len(request.all_token_ids) or self._is_in_flight(request):
+            sampled, tokens = sampled_token_ids.get(request_id), request.all_token_ids
+            if request.num_computed_tokens < len(tokens) or request.last_step_id >= next_step_id:
                 assert not sampled, f"{request} was sampled in the middle of its prefill"
                 if request_id in output.prompt_logprobs:
                     events.append((request, []))
@@ -333,20 +339,24 @@ class Scheduler:
                 events.append((request, []))
                 continue
             assert sampled, f"no token was sampled for {request}"
-            events.append((request, self._append(request, sampled)))
-        if any(request.status is not running for request, _ in events):
+            if (
+                len(sampled) == 1
+                and len(tokens) + 1 < request.max_num_tokens
+                and sampled[0] not in request.end_token_ids
+            ):
+                tokens.append(sampled[0])  # nearly all of a step's requests
+            else:
+                sampled = self._append(request, sampled)
+            events.append((request, sampled))
+        if len(self.requests) < num_alive:
             self.running = [request for request in self.running if request.status is running]
         self._free_ended()
         return events
 
     def _append(self, request: Request, sampled: list[int]) -> list[int]:
         """Append tokens up to the one that ends the request; those appended."""
-        tokens, end_token_ids = request.all_token_ids, request.end_token_ids
-        num_tokens = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
         for i, token_id in enumerate(sampled):
-            tokens.append(token_id)
-            if len(tokens) < num_tokens and token_id not in end_token_ids:
-                continue
+            request.all_token_ids.append(token_id)
             status = self._ended(request, token_id)
             if status is not None:
                 self._finish(request, status, self._stop_reason(request, token_id, status))
@@ -364,7 +374,7 @@ class Scheduler:
         may_end = num_output >= params.min_tokens or params.structured_outputs is not None
         if may_end and token_id in request.end_token_ids:
             return RequestStatus.FINISHED_STOPPED
-        if num_output >= request.max_tokens or num_tokens >= self.max_model_len:
+        if num_tokens >= request.max_num_tokens:
             return RequestStatus.FINISHED_LENGTH
         return None
 
