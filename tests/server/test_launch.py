@@ -7,14 +7,19 @@ import logging
 import re
 import signal
 import socket
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import httpx2 as httpx
 import pytest
+import trustme
+from cryptography.hazmat.primitives import serialization
 
 from prefold.server.app import make_app
+from prefold.server.certificates import check_certificates
 from prefold.server.launch import ListenOptions, _bind, _run, _Server, _uvicorn_config, serve
 from prefold.server.settings import SamplingDefaults, ServerSettings, read_sampling_defaults
 
@@ -26,13 +31,13 @@ BODY = {"prompt": "abc", "max_tokens": 2}
 class Running:
     """A server that runs in this event loop."""
 
-    def __init__(self, start: Any, **settings: Any) -> None:
-        listen = ListenOptions(port=0)
+    def __init__(self, start: Any, listen: ListenOptions, **settings: Any) -> None:
         app = make_app(None, ServerSettings(("fake",), **settings))
         self.server = _Server(_uvicorn_config(app, listen))
         bound = _bind(listen.host, listen.port)
         self.port = bound.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
+        scheme = "http" if listen.ssl_certfile is None else "https"
+        self.url = f"{scheme}://127.0.0.1:{self.port}"
         self.exit_code = asyncio.create_task(_run(start, self.server, bound, app.state.server, self.url))
 
     def signal(self) -> None:
@@ -40,10 +45,15 @@ class Running:
 
 
 @asynccontextmanager
-async def running(start: Any, **settings: Any) -> AsyncIterator[tuple[Running, httpx.AsyncClient]]:
-    server = Running(start, **settings)
+async def running(
+    start: Any,
+    listen: ListenOptions = ListenOptions(port=0),  # noqa: B008 (frozen)
+    trust: ssl.SSLContext | bool = True,
+    **settings: Any,
+) -> AsyncIterator[tuple[Running, httpx.AsyncClient]]:
+    server = Running(start, listen, **settings)
     try:
-        async with httpx.AsyncClient(base_url=server.url) as client:
+        async with httpx.AsyncClient(base_url=server.url, verify=trust) as client:
             async with asyncio.timeout(5):
                 while not server.server.started:
                     await asyncio.sleep(0.005)
@@ -181,7 +191,11 @@ def test_a_port_in_use_is_said_before_anything_is_loaded():
         ({"ssl_keyfile": "key"}, "belong together"),
         ({"ssl_certfile": "cert"}, "belong together"),
         ({"ssl_ca_certs": "ca"}, "--ssl-ca-certs takes"),
-        ({"ssl_keyfile": "no-such", "ssl_certfile": "no-such"}, "No such file"),
+        (
+            {"ssl_keyfile": "no-such", "ssl_certfile": "no-such"},
+            "--ssl-certfile no-such cannot be read: No such",
+        ),
+        ({"ssl_cert_reqs": 2}, "--ssl-cert-reqs 2 takes --ssl-ca-certs"),
         ({"host": "no-such-host.invalid"}, "cannot listen on no-such-host.invalid:8000"),
     ],
 )
@@ -191,6 +205,89 @@ def test_where_it_cannot_listen(options: dict[str, Any], words: str):
 
     with pytest.raises((ValueError, OSError), match=re.escape(words)):
         serve(start(), ServerSettings(("fake",)), ListenOptions(**options))
+
+
+class Certificates(NamedTuple):
+    """Files of an authority, a server and a client that it has signed, and of a stranger."""
+
+    ca: trustme.CA
+    ca_file: str
+    server: tuple[str, str]
+    encrypted: str
+    client: trustme.LeafCert
+    stranger: tuple[str, str]
+
+    def trust(self, client: trustme.LeafCert | None = None) -> ssl.SSLContext:
+        context = ssl.create_default_context()
+        self.ca.configure_trust(context)
+        if client is not None:
+            client.configure_cert(context)
+        return context
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    folder, ca = tmp_path_factory.mktemp("certificates"), trustme.CA()
+
+    def files(name: str, authority: trustme.CA) -> tuple[str, str]:
+        leaf, paths = authority.issue_cert("127.0.0.1"), (folder / f"{name}.key", folder / f"{name}.pem")
+        leaf.private_key_pem.write_to_path(paths[0])
+        leaf.cert_chain_pems[0].write_to_path(paths[1])
+        return str(paths[0]), str(paths[1])
+
+    server, encrypted = files("server", ca), folder / "encrypted.key"
+    key = serialization.load_pem_private_key(Path(server[0]).read_bytes(), None)
+    form = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8)
+    encrypted.write_bytes(key.private_bytes(*form, serialization.BestAvailableEncryption(b"secret")))
+    ca.cert_pem.write_to_path(folder / "ca.pem")
+    return Certificates(
+        ca,
+        str(folder / "ca.pem"),
+        server,
+        str(encrypted),
+        ca.issue_cert("client@example.org"),
+        files("stranger", trustme.CA()),
+    )
+
+
+@pytest.mark.parametrize("wants", [0, 1, 2, None])
+async def test_https(certificates: Certificates, wants: int | None):
+    """Who checks the certificate is served, who speaks plain HTTP or does not know the authority is not.
+    Certificates of clients are asked for (1), or demanded (2, or by default if there are authorities)."""
+    key, cert = certificates.server
+    ca_file = None if wants == 0 else certificates.ca_file
+    listen = ListenOptions(
+        port=0, ssl_keyfile=key, ssl_certfile=cert, ssl_ca_certs=ca_file, ssl_cert_reqs=wants
+    )
+    demanded = wants in (None, 2)
+    trust = certificates.trust(certificates.client)
+    async with running(asyncio.Event().wait(), listen, trust) as (server, client):
+        for _ in range(2):  # the second time over the same connection
+            assert (await client.get("/version")).status_code == 200
+        plain = server.url.replace("https", "http")
+        for url, other in ((plain, True), (server.url, True), (server.url, certificates.trust())):
+            async with httpx.AsyncClient(base_url=url, verify=other) as stranger:
+                if isinstance(other, ssl.SSLContext) and not demanded:
+                    assert (await stranger.get("/version")).status_code == 200
+                    continue
+                with pytest.raises(httpx.TransportError):
+                    await stranger.get("/version")
+
+
+def test_certificates_that_cannot_be_used(certificates: Certificates):
+    (key, cert), (other_key, _) = certificates.server, certificates.stranger
+    wrong = {
+        (cert, cert, None): f"--ssl-keyfile {cert} holds no private key",
+        (key, key, None): f"--ssl-certfile {key} holds no certificate",
+        (key, cert, key): f"--ssl-ca-certs {key} holds no certificate",
+        (other_key, cert, None): f"--ssl-keyfile {other_key} is not the key of --ssl-certfile {cert}",
+        (certificates.encrypted, cert, None): f"--ssl-keyfile {certificates.encrypted} is encrypted",
+        (key + "x", cert, None): f"--ssl-keyfile {key}x cannot be read: No such file",
+    }
+    for files, words in wrong.items():
+        with pytest.raises(ValueError, match=f"^{re.escape(words)}"):
+            check_certificates(*files)
+    check_certificates(key, cert, certificates.ca_file)
 
 
 def test_sampling_defaults_of_a_checkpoint(tmp_path: Any):

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import Positional, UseAppendAction, arg
 
 from prefold.checkpoint_files import find_checkpoint
 from prefold.cli.nodes import join_torchrun, run_as_node, runs_engine
 from prefold.cli.options import EngineOptions, Flag, number, text
+
+if TYPE_CHECKING:
+    from prefold.server.otel import RequestTracer
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,7 @@ class ServeArgs:
         ssl_keyfile: Private key, for https.
         ssl_certfile: Certificate, for https.
         ssl_ca_certs: Clients must show a certificate that one of these has signed.
+        ssl_cert_reqs: Whether they must: 0 no, 1 only if they like, 2 yes.
         chat_template: Jinja template for chats, instead of the checkpoint's.
         tool_call_parser: How the model writes tool calls. auto is what its chat template shows, none leaves
             them in the text.
@@ -45,6 +49,8 @@ class ServeArgs:
         drain_timeout: Seconds that running requests have after SIGTERM.
         root_path: Path under which a proxy shows the server.
         log_requests: Print a line per request.
+        otlp_traces_endpoint: Send a span of every request to this collector (OpenTelemetry, over HTTP), such
+            as http://localhost:4318. Needs prefold[otel].
     """
 
     model: Annotated[Positional[str], arg(metavar="MODEL")]
@@ -57,6 +63,9 @@ class ServeArgs:
     ssl_keyfile: Annotated[str | None, text("FILE")] = None
     ssl_certfile: Annotated[str | None, text("FILE")] = None
     ssl_ca_certs: Annotated[str | None, text("FILE")] = None
+    ssl_cert_reqs: Annotated[
+        Literal[0, 1, 2] | None, arg(help_behavior_hint="(default: 2 with --ssl-ca-certs)")
+    ] = None
     chat_template: Annotated[str | None, text("FILE")] = None
     tool_call_parser: Literal["auto", "none", "hermes", "llama3_json", "mistral", "deepseek_v3", "glm"] = (
         "auto"
@@ -70,6 +79,7 @@ class ServeArgs:
     drain_timeout: Annotated[float, arg(metavar="S")] = 60.0
     root_path: Annotated[str, text("PATH")] = ""
     log_requests: Flag = False
+    otlp_traces_endpoint: Annotated[str | None, text("URL")] = None
     engine: EngineOptions = field(default_factory=EngineOptions)
 
 
@@ -105,15 +115,33 @@ def run(args: ServeArgs) -> int:
         ssl_keyfile=args.ssl_keyfile,
         ssl_certfile=args.ssl_certfile,
         ssl_ca_certs=args.ssl_ca_certs,
+        ssl_cert_reqs=args.ssl_cert_reqs,
         timeout_keep_alive=args.timeout_keep_alive,
         root_path=args.root_path.rstrip("/"),
     )
+    tracer = None if args.otlp_traces_endpoint is None else _tracer(args.otlp_traces_endpoint)
     start = AsyncLLM.start(
         EngineArgs(args.model, **options),
         max_waiting=args.max_waiting,
         restart_workers=args.restart_workers,
     )
-    return serve(start, settings, listen)
+    try:
+        return serve(start, settings, listen, tracer)
+    finally:
+        if tracer is not None:
+            tracer.shutdown()
+
+
+def _tracer(endpoint: str) -> RequestTracer:
+    """ValueError: it is no URL, or what sends spans is not installed."""
+    try:
+        from prefold.server.otel import RequestTracer
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"--otlp-traces-endpoint needs OpenTelemetry (there is no {error.name}): "
+            f"pip install 'prefold[otel]'"
+        ) from None
+    return RequestTracer.to_collector(endpoint)
 
 
 def _check(args: ServeArgs) -> None:

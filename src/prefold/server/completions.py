@@ -47,8 +47,9 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     check_length(prompts, params.max_tokens, engine.config.scheduler.max_model_len)
     completion_id = f"cmpl-{uuid.uuid4().hex}"
     ids = [completion_id] if len(prompts) == 1 else [f"{completion_id}-{i}" for i in range(len(prompts))]
+    trace_parent = state.trace_parent(request.headers)
     requests = [
-        EngineRequest(engine_id, token_ids, params, text)
+        EngineRequest(engine_id, token_ids, params, text, trace_parent)
         for engine_id, (text, token_ids) in zip(ids, prompts, strict=True)
     ]
     writer = _Writer(body, state, engine, completion_id)

@@ -7,19 +7,22 @@ import json
 import logging
 import shlex
 import socket
-import ssl
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
 from prefold.config import EngineConfig
 from prefold.engine.async_engine import AsyncLLM
 from prefold.server.app import make_app
+from prefold.server.certificates import check_certificates
 from prefold.server.settings import ServerSettings
 from prefold.server.state import ServerState
+
+if TYPE_CHECKING:
+    from prefold.server.otel import RequestTracer
 
 logger = logging.getLogger("prefold")
 
@@ -34,7 +37,8 @@ class ListenOptions:
     Attributes:
         port: 0 is any that is free.
         ssl_keyfile, ssl_certfile: of the server; both give https.
-        ssl_ca_certs: clients must show a certificate that one of these has signed.
+        ssl_ca_certs: clients show certificates that one of these has signed.
+        ssl_cert_reqs: 0 they need not, 1 only if they like, 2 they must: the default with `ssl_ca_certs`.
         timeout_keep_alive: seconds until an idle connection is closed.
         root_path: the path under which a proxy shows this server.
     """
@@ -44,22 +48,30 @@ class ListenOptions:
     ssl_keyfile: str | None = None
     ssl_certfile: str | None = None
     ssl_ca_certs: str | None = None
+    ssl_cert_reqs: int | None = None
     timeout_keep_alive: int = 5
     root_path: str = ""
 
 
-def serve(start: Coroutine[Any, Any, AsyncLLM], settings: ServerSettings, listen: ListenOptions) -> int:
+def serve(
+    start: Coroutine[Any, Any, AsyncLLM],
+    settings: ServerSettings,
+    listen: ListenOptions,
+    tracer: RequestTracer | None = None,
+) -> int:
     """Serve until SIGTERM, SIGINT or the engine's end. Returns the exit code: 0, or 1 for a dead engine.
 
     Args:
         start: starts the engine; it is awaited when the port has been bound.
+        tracer: makes a span of every request.
 
     Raises:
-        OSError: the address cannot be listened on, or a certificate cannot be read.
-        ValueError: the engine cannot be started with these options.
+        OSError: the address cannot be listened on.
+        ValueError: the engine cannot be started with these options, or a certificate cannot be used.
     """
     try:
         app = make_app(None, settings)
+        app.state.server.tracer = tracer
         server = _Server(_uvicorn_config(app, listen))
         bound = _bind(listen.host, listen.port)
     except BaseException:
@@ -76,6 +88,13 @@ def _uvicorn_config(app: Any, listen: ListenOptions) -> uvicorn.Config:
         raise ValueError("--ssl-keyfile and --ssl-certfile belong together: give both or neither")
     if listen.ssl_ca_certs is not None and listen.ssl_certfile is None:
         raise ValueError("--ssl-ca-certs takes --ssl-keyfile and --ssl-certfile")
+    if listen.ssl_cert_reqs and listen.ssl_ca_certs is None:
+        raise ValueError(f"--ssl-cert-reqs {listen.ssl_cert_reqs} takes --ssl-ca-certs")
+    if listen.ssl_keyfile is not None and listen.ssl_certfile is not None:
+        check_certificates(listen.ssl_keyfile, listen.ssl_certfile, listen.ssl_ca_certs)
+    cert_reqs = listen.ssl_cert_reqs
+    if cert_reqs is None:
+        cert_reqs = 0 if listen.ssl_ca_certs is None else 2
     config = uvicorn.Config(
         app,
         lifespan="off",
@@ -88,7 +107,7 @@ def _uvicorn_config(app: Any, listen: ListenOptions) -> uvicorn.Config:
         ssl_keyfile=listen.ssl_keyfile,
         ssl_certfile=listen.ssl_certfile,
         ssl_ca_certs=listen.ssl_ca_certs,
-        ssl_cert_reqs=ssl.CERT_NONE if listen.ssl_ca_certs is None else ssl.CERT_REQUIRED,
+        ssl_cert_reqs=cert_reqs,
         root_path=listen.root_path,
     )
     config.load()  # reads the certificates

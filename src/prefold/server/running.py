@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -34,12 +34,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """One prompt. `prompt` is its text, if it came as one."""
+    """One prompt. `prompt` is its text, if it came as one, and `trace_parent` the span that it belongs to."""
 
     engine_id: str
     prompt_token_ids: list[int]
     params: SamplingParams
     prompt: str | None = None
+    trace_parent: Any = None
 
 
 async def run_engine(
@@ -97,16 +98,32 @@ async def _outputs(
     # Closing an outer generator does not close an inner one by itself.
     async with aclosing(cast("AsyncGenerator[RequestOutput, None]", iterator)) as outputs:
         try:
-            async for output in outputs:
-                if output.finished:
-                    state.recorder.on_finished(output, state.settings.model_name)
-                _check_outcome(output)
-                yield output
+            with _span(state, request) as see:
+                async for output in outputs:
+                    see(output)
+                    if output.finished:
+                        state.recorder.on_finished(output, state.settings.model_name)
+                    _check_outcome(output)
+                    yield output
         except Exception as error:
             refused = from_engine(error, request.engine_id)
             if refused is None:
                 raise
             raise refused from error
+
+
+def _span(
+    state: ServerState, request: EngineRequest
+) -> AbstractContextManager[Callable[[RequestOutput], object]]:
+    """Around a request; wants to see its outputs."""
+    if state.tracer is None:
+        return nullcontext(_unseen)
+    name = state.settings.model_name
+    return state.tracer.span(request.engine_id, request.params, name, request.trace_parent)
+
+
+def _unseen(output: RequestOutput) -> None:
+    """There is no span."""
 
 
 def _check_outcome(output: RequestOutput) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Protocol
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fastapi import Request
 
@@ -12,6 +13,9 @@ from prefold.engine.async_engine import AsyncLLM, EngineStatus
 from prefold.request import RequestOutput
 from prefold.server.errors import APIError, unavailable
 from prefold.server.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from prefold.server.otel import RequestTracer
 
 
 class Recorder(Protocol):
@@ -35,6 +39,7 @@ class ServerState:
 
     Attributes:
         engine: None until it has started.
+        tracer: None if nobody wants spans of requests.
         draining: requests that run may end, new ones are refused.
         created: when the server started, unix time; the `created` of its models.
     """
@@ -43,6 +48,7 @@ class ServerState:
         self.engine = engine
         self.settings = settings
         self.recorder: Recorder = NullRecorder()
+        self.tracer: RequestTracer | None = None
         self.draining = False
         self.created = int(time.time())
         self.idle = asyncio.Event()
@@ -74,6 +80,10 @@ class ServerState:
         if self.engine is None:
             raise unavailable("the model is still loading")
         return self.engine
+
+    def trace_parent(self, headers: Mapping[str, str]) -> Any:
+        """What `headers` say of the client's span; None if nobody wants spans."""
+        return None if self.tracer is None else self.tracer.parent(headers)
 
     def check_model(self, name: str | None) -> None:
         """APIError 404 unless requests may use that name."""
