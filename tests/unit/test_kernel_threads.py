@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from prefold.kernels import library, native
+from prefold.kernels import fp8, indexer, library, native
 
 THREADS = (1, 2, 3)
 
@@ -69,3 +69,36 @@ def test_products_with_bfloat16_matrices(kernel: str) -> None:
             lambda name, x=x, w=w, out=out: getattr(native, kernel)(x, w, out.fill_(torch.nan), name)
         )
         assert out.isfinite().all()
+
+
+def test_fp8_rows() -> None:
+    shape = fp8.FP8Rows(num_heads=5, head_dim=37, rotary_dim=10)
+    rows = torch.randn(601, shape.dim, generator=torch.Generator().manual_seed(0))
+
+    def there_and_back(name: str) -> torch.Tensor:
+        stored = torch.zeros(len(rows), shape.num_bytes, dtype=torch.uint8)
+        fp8.encode(shape, rows, stored, name)
+        result = torch.zeros(len(rows), shape.dim, dtype=torch.bfloat16)
+        fp8.decode(shape, stored, result, name)
+        return torch.cat((stored, result.view(torch.uint8)), dim=1)
+
+    check_all_threads(there_and_back)
+
+
+@pytest.mark.parametrize("num_queries", [1, 3, 17, 40])
+def test_selection(num_queries: int) -> None:
+    """Few queries, whose keys are split over threads, and more, which are split themselves. Equal scores are
+    common: whole numbers."""
+    torch.manual_seed(num_queries)
+    q, weights = torch.randint(-2, 3, (num_queries, 9, 20)).float(), torch.rand(num_queries, 9)
+    keys = torch.randint(-2, 3, (3000, 20)).bfloat16()
+    limits = torch.randint(2000, 3001, (num_queries,))
+
+    def select(name: str) -> torch.Tensor:
+        candidates = torch.zeros(2, num_queries, indexer.capacity(70), dtype=torch.int32)
+        best = indexer.TopKeys(q, weights, limits, 70, candidates, name)
+        best.add(keys[:2511], 0)
+        best.add(keys[2511:], 2511)
+        return torch.stack(best.finish())
+
+    check_all_threads(select)

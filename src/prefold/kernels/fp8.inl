@@ -2,6 +2,7 @@
 
 constexpr int MIN_EXPONENT = -117, MAX_EXPONENT = 119, BIAS = 127, MANTISSA = 20;
 constexpr uint32_t INFINITE = 0x7f800000, NOT_A_NUMBER = 0x7fc00000, SIGN = 0x80000000;
+constexpr int64_t THREAD_ELEMENTS = 32768;  // worth another thread
 
 typedef uint8_t Bytes __attribute__((vector_size(PREFOLD_LANES)));
 
@@ -119,29 +120,42 @@ static inline void decode_head(const uint8_t* codes, int64_t count, uint8_t expo
     std::memcpy(to + i, &decoded, (count - i) * sizeof(uint16_t));
 }
 
-static inline void fp8_encode(const FP8Arguments& a) {
+static inline void encode_row(const FP8Arguments& a, int64_t row) {
     const int64_t num_scaled = a.num_heads * a.head_dim;
-    for (int64_t row = 0; row < a.num_rows; row++) {
-        const float* from = a.floats + row * a.rows_stride;
-        uint8_t* rotary = a.stored + row * a.stored_stride;
-        uint8_t* codes = rotary + 2 * a.rotary_dim;
-        for (int64_t i = 0; i < a.rotary_dim; i++) {
-            const uint16_t value = to_bfloat16(from[num_scaled + i]);
-            std::memcpy(rotary + 2 * i, &value, sizeof value);
-        }
-        for (int64_t head = 0; head < a.num_heads; head++)
-            codes[num_scaled + head] = encode_head(from + head * a.head_dim, a.head_dim, codes + head * a.head_dim);
+    const float* from = a.floats + row * a.rows_stride;
+    uint8_t* rotary = a.stored + row * a.stored_stride;
+    uint8_t* codes = rotary + 2 * a.rotary_dim;
+    for (int64_t i = 0; i < a.rotary_dim; i++) {
+        const uint16_t value = to_bfloat16(from[num_scaled + i]);
+        std::memcpy(rotary + 2 * i, &value, sizeof value);
     }
+    for (int64_t head = 0; head < a.num_heads; head++)
+        codes[num_scaled + head] = encode_head(from + head * a.head_dim, a.head_dim, codes + head * a.head_dim);
+}
+
+static inline void decode_row(const FP8Arguments& a, int64_t row) {
+    const int64_t num_scaled = a.num_heads * a.head_dim;
+    const uint8_t* rotary = a.stored + row * a.stored_stride;
+    const uint8_t* codes = rotary + 2 * a.rotary_dim;
+    uint16_t* to = a.halves + row * a.rows_stride;
+    for (int64_t head = 0; head < a.num_heads; head++)
+        decode_head(codes + head * a.head_dim, a.head_dim, codes[num_scaled + head], to + head * a.head_dim);
+    std::memcpy(to + num_scaled, rotary, 2 * a.rotary_dim);
+}
+
+// Rows that are worth another thread.
+static inline int64_t thread_rows(const FP8Arguments& a) {
+    return THREAD_ELEMENTS / (a.num_heads * a.head_dim + a.rotary_dim + 1);
+}
+
+static inline void fp8_encode(const FP8Arguments& a) {
+    parallel_ranges(a.num_rows, thread_rows(a), [&](int64_t first, int64_t last) {
+        for (int64_t row = first; row < last; row++) encode_row(a, row);
+    });
 }
 
 static inline void fp8_decode(const FP8Arguments& a) {
-    const int64_t num_scaled = a.num_heads * a.head_dim;
-    for (int64_t row = 0; row < a.num_rows; row++) {
-        const uint8_t* rotary = a.stored + row * a.stored_stride;
-        const uint8_t* codes = rotary + 2 * a.rotary_dim;
-        uint16_t* to = a.halves + row * a.rows_stride;
-        for (int64_t head = 0; head < a.num_heads; head++)
-            decode_head(codes + head * a.head_dim, a.head_dim, codes[num_scaled + head], to + head * a.head_dim);
-        std::memcpy(to + num_scaled, rotary, 2 * a.rotary_dim);
-    }
+    parallel_ranges(a.num_rows, thread_rows(a), [&](int64_t first, int64_t last) {
+        for (int64_t row = first; row < last; row++) decode_row(a, row);
+    });
 }

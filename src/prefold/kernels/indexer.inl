@@ -5,6 +5,10 @@ constexpr int INDEX_HEADS = LANES == 16 ? 8 : 4;
 constexpr int INDEX_VECTORS = LANES == 16 ? 3 : 2;
 constexpr int PANEL_KEYS = INDEX_VECTORS * LANES;
 
+constexpr int64_t FEW_QUERIES = 8;  // per thread: fewer are not split over threads, their keys are
+// What is worth another thread: multiplications, candidates.
+constexpr int64_t INDEX_THREAD_WORK = 1 << 18, FINISH_THREAD_WORK = 1 << 13;
+
 // Floats that order as (score): as integers they compare like the scores, -0.0 like 0.0.
 static INLINE Ints ordered(Floats scores) {
     const Ints bits = (Ints)(scores + 0.0f);
@@ -85,21 +89,38 @@ struct Candidates {
     }
 };
 
-// q -> per group of INDEX_HEADS heads [dim][INDEX_HEADS]; the heads that fill the last group are 0.
-static inline void pack_queries(const IndexArguments& a, float* packed, float* weights, int64_t heads) {
-    for (int64_t i = 0; i < a.num_queries; i++)
+// Queries whose elements lie as index_scores reads them: per group of INDEX_HEADS heads [dim][INDEX_HEADS]. The
+// heads that fill the last group are 0.
+struct PackedQueries {
+    int64_t first, heads;
+    float* q;
+    float* weights;
+
+    const float* q_of(int64_t i, int64_t dim) const { return q + (i - first) * heads * dim; }
+    const float* weights_of(int64_t i) const { return weights + (i - first) * heads; }
+};
+
+// Queries [first, end), in memory of this thread, until it packs others.
+static inline PackedQueries pack_queries(const IndexArguments& a, int64_t first, int64_t end) {
+    static thread_local Buffer q_buffer, weights_buffer;
+    const int64_t heads = (a.num_heads + INDEX_HEADS - 1) / INDEX_HEADS * INDEX_HEADS;
+    const PackedQueries packed = {first, heads, q_buffer.get((end - first) * heads * a.dim),
+                                  weights_buffer.get((end - first) * heads)};
+    for (int64_t i = first; i < end; i++)
         for (int64_t h = 0; h < heads; h++) {
             const bool real = h < a.num_heads;
-            float* to = packed + ((i * heads + h) / INDEX_HEADS * a.dim) * INDEX_HEADS + h % INDEX_HEADS;
+            const int64_t at = (i - first) * heads + h;
+            float* to = packed.q + at / INDEX_HEADS * a.dim * INDEX_HEADS + h % INDEX_HEADS;
             const float* from = a.q + i * a.q_stride + h * a.q_head_stride;
             for (int64_t d = 0; d < a.dim; d++) to[d * INDEX_HEADS] = real ? from[d] : 0.0f;
-            weights[i * heads + h] = real ? a.weights[i * a.weights_stride + h] : 0.0f;
+            packed.weights[at] = real ? a.weights[i * a.weights_stride + h] : 0.0f;
         }
+    return packed;
 }
 
 // scores[c] = sum over heads of weight * relu(query . key), in the order of the heads.
-static INLINE void index_scores(const float* q, const float* weights, const float* panel, int64_t heads,
-                                int64_t dim, Floats (&scores)[INDEX_VECTORS]) {
+static __attribute__((noinline)) void index_scores(const float* q, const float* weights, const float* panel,
+                                                    int64_t heads, int64_t dim, Floats (&scores)[INDEX_VECTORS]) {
     for (int c = 0; c < INDEX_VECTORS; c++) scores[c] = Floats{};
     for (int64_t h = 0; h < heads; h += INDEX_HEADS) {
         Floats products[INDEX_HEADS][INDEX_VECTORS] = {};
@@ -112,30 +133,78 @@ static INLINE void index_scores(const float* q, const float* weights, const floa
     }
 }
 
-template <typename T> static inline void index_tile_of(const IndexArguments& a, const T* keys) {
-    static thread_local Buffer packed_buffer, weights_buffer, panel_buffer;
+// The keys from `first` on, of which a panel has as many as there are; in memory of this thread.
+template <typename T>
+static __attribute__((noinline)) float* packed_panel(const IndexArguments& a, const T* keys, int64_t first) {
+    static thread_local Buffer buffer;
+    float* panel = buffer.get(a.dim * PANEL_KEYS);
+    const int64_t count = std::min<int64_t>(a.num_keys - first, PANEL_KEYS);
+    pack_panel(keys + first * a.key_stride, a.key_stride, count, a.dim, PANEL_KEYS, panel);
+    return panel;
+}
+
+// How many keys of the panel query i sees; not positive if none.
+static INLINE int64_t num_visible(const IndexArguments& a, int64_t i, int64_t first) {
+    return std::min<int64_t>(std::min<int64_t>(a.limits[i] - a.first_position, a.num_keys) - first, PANEL_KEYS);
+}
+
+static __attribute__((noinline)) void add_panel(const IndexArguments& a, int64_t i, int64_t first,
+                                                const Floats* scores, std::vector<uint32_t>& rest) {
+    const int64_t visible = num_visible(a, i, first);
+    const Candidates candidates = {a.orders + i * a.capacity, a.positions + i * a.capacity, a.counts + i,
+                                   a.thresholds + i};
+    if (*candidates.count + PANEL_KEYS > a.capacity) candidates.prune(a.topk, rest);
+    for (int c = 0; c < INDEX_VECTORS && c * LANES < visible; c++)
+        candidates.add(scores[c], a.first_position + first + c * LANES, visible - c * LANES);
+}
+
+// Queries [begin, end), which share each panel.
+template <typename T>
+static inline void index_queries(const IndexArguments& a, const T* keys, int64_t begin, int64_t end) {
     static thread_local std::vector<uint32_t> rest;
-    const int64_t heads = (a.num_heads + INDEX_HEADS - 1) / INDEX_HEADS * INDEX_HEADS;
-    float* packed = packed_buffer.get(a.num_queries * heads * a.dim);
-    float* weights = weights_buffer.get(a.num_queries * heads);
-    float* panel = panel_buffer.get(a.dim * PANEL_KEYS);
-    pack_queries(a, packed, weights, heads);
+    const PackedQueries packed = pack_queries(a, begin, end);
     for (int64_t first = 0; first < a.num_keys; first += PANEL_KEYS) {
-        const int64_t count = std::min<int64_t>(a.num_keys - first, PANEL_KEYS);
-        pack_panel(keys + first * a.key_stride, a.key_stride, count, a.dim, PANEL_KEYS, panel);
-        for (int64_t i = 0; i < a.num_queries; i++) {
-            const int64_t visible = std::min<int64_t>(a.limits[i] - a.first_position - first, count);
-            if (visible <= 0) continue;
+        const float* panel = packed_panel(a, keys, first);
+        for (int64_t i = begin; i < end; i++) {
+            if (num_visible(a, i, first) <= 0) continue;
             Floats scores[INDEX_VECTORS];
-            index_scores(packed + i * heads * a.dim, weights + i * heads, panel, heads,
-                         a.dim, scores);
-            const Candidates candidates = {a.orders + i * a.capacity, a.positions + i * a.capacity,
-                                           a.counts + i, a.thresholds + i};
-            if (*candidates.count + PANEL_KEYS > a.capacity) candidates.prune(a.topk, rest);
-            for (int c = 0; c < INDEX_VECTORS && c * LANES < visible; c++)
-                candidates.add(scores[c], a.first_position + first + c * LANES, visible - c * LANES);
+            index_scores(packed.q_of(i, a.dim), packed.weights_of(i), panel, packed.heads, a.dim, scores);
+            add_panel(a, i, first, scores, rest);
         }
     }
+}
+
+// Few queries: threads score panels of their own, and then each query takes its candidates in order.
+template <typename T> static inline void index_panels(const IndexArguments& a, const T* keys) {
+    static thread_local Buffer buffer;
+    static thread_local std::vector<uint32_t> rest;
+    const PackedQueries packed = pack_queries(a, 0, a.num_queries);
+    const int64_t num_panels = (a.num_keys + PANEL_KEYS - 1) / PANEL_KEYS;
+    float* all_scores = buffer.get(num_panels * PANEL_KEYS * a.num_queries);
+    const int64_t panel_work = std::max<int64_t>(a.num_queries * packed.heads * a.dim * PANEL_KEYS, 1);
+    parallel_ranges(num_panels, INDEX_THREAD_WORK / panel_work, [&](int64_t begin, int64_t end) {
+        for (int64_t p = begin; p < end; p++) {
+            const float* panel = packed_panel(a, keys, p * PANEL_KEYS);
+            for (int64_t i = 0; i < a.num_queries; i++) {
+                if (num_visible(a, i, p * PANEL_KEYS) <= 0) continue;
+                Floats scores[INDEX_VECTORS];
+                index_scores(packed.q_of(i, a.dim), packed.weights_of(i), panel, packed.heads, a.dim, scores);
+                std::memcpy(all_scores + (p * a.num_queries + i) * PANEL_KEYS, scores, sizeof scores);
+            }
+        }
+    });
+    for (int64_t i = 0; i < a.num_queries; i++)
+        for (int64_t p = 0; p < num_panels && num_visible(a, i, p * PANEL_KEYS) > 0; p++) {
+            Floats scores[INDEX_VECTORS];
+            std::memcpy(scores, all_scores + (p * a.num_queries + i) * PANEL_KEYS, sizeof scores);
+            add_panel(a, i, p * PANEL_KEYS, scores, rest);
+        }
+}
+
+template <typename T> static inline void index_tile_of(const IndexArguments& a, const T* keys) {
+    const int64_t threads = parallel_threads();
+    if (threads > 1 && a.num_queries < FEW_QUERIES * threads) return index_panels(a, keys);
+    parallel_ranges(a.num_queries, 1, [&](int64_t begin, int64_t end) { index_queries(a, keys, begin, end); });
 }
 
 static void index_tile(const IndexArguments& a) {
@@ -146,12 +215,14 @@ static void index_tile(const IndexArguments& a) {
 }
 
 static void index_finish(const IndexArguments& a) {
-    std::vector<uint32_t> rest;
-    for (int64_t i = 0; i < a.num_queries; i++) {
-        const Candidates best = {a.orders + i * a.capacity, a.positions + i * a.capacity, a.counts + i,
-                                 a.thresholds + i};
-        best.prune(a.topk, rest);
-        std::fill(best.orders + *best.count, best.orders + a.topk, std::numeric_limits<int32_t>::min());
-        std::fill(best.positions + *best.count, best.positions + a.topk, -1);
-    }
+    parallel_ranges(a.num_queries, FINISH_THREAD_WORK / a.capacity, [&](int64_t begin, int64_t end) {
+        std::vector<uint32_t> rest;
+        for (int64_t i = begin; i < end; i++) {
+            const Candidates best = {a.orders + i * a.capacity, a.positions + i * a.capacity, a.counts + i,
+                                     a.thresholds + i};
+            best.prune(a.topk, rest);
+            std::fill(best.orders + *best.count, best.orders + a.topk, std::numeric_limits<int32_t>::min());
+            std::fill(best.positions + *best.count, best.positions + a.topk, -1);
+        }
+    });
 }

@@ -5,13 +5,22 @@
 // memory that is `static thread_local` is each thread's own if the body asks for it. So is the processor's
 // mode: NoDenormals belongs into the body, and never around it, as threads keep the mode they are born with.
 
+// Threads that a loop would have here; 1 within one.
+static inline int64_t parallel_threads() {
+#if defined(_OPENMP)
+    return omp_in_parallel() ? 1 : omp_get_max_threads();
+#else
+    return 1;
+#endif
+}
+
 // body(first, last) for ranges that cover [0, count), one per thread and nearly of one size, of `smallest`
 // indices at least. Entering costs 1 to 2 microseconds while the pool is awake, up to 50 when it sleeps.
 template <typename Body>
 static inline void parallel_ranges(int64_t count, int64_t smallest, const Body& body) {
 #if defined(_OPENMP)
-    const int64_t threads = std::min<int64_t>(omp_get_max_threads(), count / std::max<int64_t>(smallest, 1));
-    if (threads > 1 && !omp_in_parallel()) {
+    const int64_t threads = std::min(parallel_threads(), count / std::max<int64_t>(smallest, 1));
+    if (threads > 1) {
         // Always the whole team, of which some have nothing to do: the pool ends threads that a smaller
         // team has no use for, and the next larger one has to start them again.
 #pragma omp parallel
