@@ -5,7 +5,9 @@ What a step really moved is counted by `Group.traffic`; the two must agree.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import comb
 
 import numpy as np
@@ -143,8 +145,76 @@ def shared_decode_bytes(num_tokens: int, num_heads: int, num_parts: int, mla: ML
     }
 
 
+@dataclass(frozen=True)
+class ShardedTokens:
+    """Tokens whose keys are selected from shards, with sparse attention (attention.sparse_shards).
+
+    Attributes:
+        counts: visiting tokens of each PCP rank of the unit; empty: decode tokens, which all of them have.
+        num_tokens: of the unit.
+        num_candidates: that a rank sends for each: index_topk, or the keys of the fullest rank if fewer.
+    """
+
+    counts: tuple[int, ...]
+    num_tokens: int
+    num_candidates: int
+
+
+def sharded_bytes(
+    tokens: ShardedTokens, place: int, num_heads: int, num_parts: int, mla: MLAConfig, has_indexer: bool
+) -> Counter[str]:
+    """What a rank hands over in a layer for them, by collective; see `shared_decode_bytes`.
+
+    Visitors travel in float32, `query | indexer's query | its weights`, padded to the fullest rank.
+
+    Args:
+        place: in the unit.
+
+    """
+    sent = Counter(shared_decode_bytes(tokens.num_tokens, num_heads, num_parts, mla))
+    assert mla.dsa is not None
+    if tokens.counts:
+        index = mla.dsa.num_heads * (mla.dsa.head_dim + 1) if has_indexer else 0
+        others = tokens.num_tokens - tokens.counts[place]
+        sent["dcp_pcp.all_gather"] = max(tokens.counts) * (num_heads * mla.qk_head_dim + index) * 4
+        sent["dcp_pcp.all_to_all"] = others * num_heads * (mla.v_head_dim + 1) * 4
+    if has_indexer:
+        sent["dcp.all_gather"] = tokens.num_tokens * tokens.num_candidates * 8
+    return sent
+
+
+def sparse_traffic(
+    config: EngineConfig, at: Coords, tokens: Sequence[ShardedTokens], num_gathered: int
+) -> dict[str, int]:
+    """What sparse attention over shards (D > 1) adds to `step_traffic` on the rank at `at`.
+
+    Args:
+        tokens: each piece of visitors, and the decode tokens.
+        num_gathered: rows of cached context that a rank sends in the tiles of a layer.
+    """
+    model, parallel = config.model, config.parallel
+    mla, tp_size = model.mla, parallel.tensor_parallel_size
+    assert mla is not None
+    assert mla.dsa is not None
+    dcp = parallel.decode_context_parallel_size
+    unit = min(dcp, parallel.prefill_context_parallel_size)
+    sent: Counter[str] = Counter()
+    for layer in split_layers(model, parallel.pipeline_parallel_size)[at.pp]:
+        sent["dcp.all_gather"] += num_gathered * new_row_bytes(mla, layer, tp_size, config.cache.cache_dtype)
+        for some in tokens:
+            heads = model.num_heads // tp_size
+            sent += sharded_bytes(some, at.pcp % unit, heads, dcp // unit, mla, mla.dsa.full_layers[layer])
+    sizes = {"dcp": dcp, "dcp_pcp": unit, "dcp_tp": dcp // unit}
+    return {name: num_bytes for name, num_bytes in sent.items() if sizes[name.split(".")[0]] > 1}
+
+
 def step_traffic(
-    config: EngineConfig, parts: Partition, at: Coords, wanted_by_rank: np.ndarray, num_logits: int
+    config: EngineConfig,
+    parts: Partition,
+    at: Coords,
+    wanted_by_rank: np.ndarray,
+    num_logits: int,
+    num_sent_decode: int | None = None,
 ) -> dict[str, int]:
     """What the rank at `at` hands to its collectives in a step, by their names in `Group.traffic`.
 
@@ -155,14 +225,17 @@ def step_traffic(
 
     Not in here: what goes to experts, which follows from the routing (`expert_bytes`); what travels to a
     sharded context or between slices of a replicated one, which attention decides (`travel_bytes`,
-    `shared_decode_bytes`). So D = 1, and contexts are attended in place. Nor the comparison of step plans.
+    `shared_decode_bytes`, `sparse_traffic`). Nor the comparison of step plans.
 
     Args:
         wanted_by_rank: [P] hidden rows that each PCP rank restores.
         num_logits: rows of logits, on PCP place 0 of the last stage.
+        num_sent_decode: most decode tokens whose KV a rank sends to others; default: with D = 1, all.
     """
     model, parallel = config.model, config.parallel
-    assert parallel.decode_context_parallel_size == 1
+    if num_sent_decode is None:
+        assert parallel.decode_context_parallel_size == 1
+        num_sent_decode = int(parts.num_decode_tokens.max())
     layers = split_layers(model, parallel.pipeline_parallel_size)[at.pp]
     is_last = at.pp == parallel.pipeline_parallel_size - 1
     compute_size = DTYPES[config.runtime.compute_dtype]
@@ -175,7 +248,7 @@ def step_traffic(
     sent = dict.fromkeys(("pcp.all_gather", "tp.all_reduce", "tp.all_gather", "pp.send", "dp.all_gather"), 0)
     if parallel.prefill_context_parallel_size > 1:
         wanted_bytes = int(wanted_by_rank.max()) * hidden_bytes * is_last
-        kv_bytes = int(parts.num_decode_tokens.max()) * token_bytes
+        kv_bytes = num_sent_decode * token_bytes
         sent["pcp.all_gather"] = int(parts.num_prefill_tokens.max()) * new_bytes
         sent["pcp.all_gather"] += exchange_bytes(kv_bytes, wanted_bytes)[1]
     if parallel.tensor_parallel_size > 1:

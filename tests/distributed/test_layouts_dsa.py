@@ -152,8 +152,12 @@ def test_ties_are_broken_alike(tmp_path: Path) -> None:
     )  # fmt: skip
     oracle = SparseOracle(folder, **ENGINE)
     prompts = [oracle.prompt(length, seed=3) for length in (*range(20, 30), 80)]
-    for layout, tile in (("TP2", 4), ("PCP3", 1024), ("PCP2 DCP2", 4), ("TP2 DCP2", 1024)):
+    for layout, tile, way in (
+        *(("TP2", 4, "auto"), ("PCP3", 1024, "auto"), ("PCP2 DCP2", 4, "query"), ("PCP2 DCP2", 4, "kv")),
+        *(("TP2 DCP2", 1024, "kv"), ("TP2 PCP2 DCP4", 1024, "query")),
+    ):
         options = ENGINE | {"context_workspace_tokens": tile, "max_num_batched_tokens": 21}
+        options |= {"context_attention": way}
         with ThreadLLM(str(folder), **options, **layout_options(layout)) as llm:
             check(llm, oracle, prompts, [i // 2 for i in range(len(prompts))])
 
@@ -172,7 +176,8 @@ def test_without_scores_the_first_keys_are_selected(tmp_path: Path) -> None:
     options = {"threads_per_rank": 1, "skip_tokenizer_init": True, "enable_prefix_caching": False}
     oracle = Oracle(LLM(str(folder), **ENGINE, **options))
     prompts = [oracle.prompt(length, seed=3) for length in (*range(3, 25), 80)]
-    for layout in ("PCP3", "PCP2 DCP2", "TP2 PCP2 DCP4"):
+    for layout, way in (("PCP3", "local"), ("PCP2 DCP2", "query"), ("TP2 PCP2 DCP4", "kv")):
         options = ENGINE | {"cp_kv_cache_interleave_size": 2, "max_num_batched_tokens": 21}
+        options |= {"context_attention": way}
         with ThreadLLM(str(folder), **options, **layout_options(layout)) as llm:
             check(llm, oracle, prompts, [i // 2 for i in range(len(prompts))])

@@ -52,19 +52,20 @@ def oracle(folder: Path) -> SparseOracle:
 
 
 @pytest.mark.parametrize(
-    ("layout", "block_size", "interleave"),
+    ("layout", "block_size", "interleave", "way"),
     [
-        *(("PCP2 DCP2", 2, 1), ("PCP2 DCP2", 2, 2), ("PCP4 DCP4", 2, 1), ("PCP4 DCP4", 2, 2)),
-        *(("TP2 PCP2 DCP4", 2, 2), ("PCP4 DCP2", 4, 2), ("TP2 DCP2", 4, 2)),
+        *(("PCP2 DCP2", 2, 1, "query"), ("PCP2 DCP2", 2, 2, "kv"), ("PCP4 DCP4", 2, 1, "kv")),
+        *(("PCP4 DCP4", 2, 2, "query"), ("TP2 PCP2 DCP4", 2, 2, "query"), ("PCP4 DCP2", 4, 2, "query")),
+        *(("TP2 DCP2", 4, 2, "query"), ("TP2 DCP2", 2, 1, "kv")),
     ],
 )
 def test_every_residue(
-    layout: str, block_size: int, interleave: int, folder: Path, oracle: SparseOracle
+    layout: str, block_size: int, interleave: int, way: str, folder: Path, oracle: SparseOracle
 ) -> None:
     """Every length modulo 2PBD, in steps that hold prefill and decode, chunks with and without a choice;
     then hits on prefixes of 1, 2, ... virtual blocks."""
     options = ENGINE | {"block_size": block_size, "max_num_batched_tokens": 37}
-    options |= {"cp_kv_cache_interleave_size": interleave}
+    options |= {"cp_kv_cache_interleave_size": interleave, "context_attention": way}
     with ThreadLLM(str(folder), **options, **layout_options(layout)) as llm:
         parallel, block = llm.engine.config.parallel, llm.engine.config.virtual_block_size
         period = 2 * parallel.prefill_context_parallel_size * block

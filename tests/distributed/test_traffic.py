@@ -10,19 +10,25 @@ import numpy as np
 import pytest
 
 from prefold import LLM, SamplingParams
+from prefold.attention.plan import StepPlan
+from prefold.attention.shared_decode import SharedWork
 from prefold.config import EngineConfig
 from prefold.distributed.mesh import Coords, Mesh
 from prefold.distributed.pcp_layout import Partition, locate_tokens, partition
+from prefold.kv_ownership import KVOwnership
 from prefold.step import ModelRunnerOutput, SchedulerOutput
 from prefold.testing.checkpoints import make_checkpoint
 from prefold.testing.exactness import layout_options
 from prefold.testing.thread_executor import ThreadExecutor, ThreadLLM
 from prefold.traffic import (
+    ShardedTokens,
     dispatch_rows,
     expert_bytes,
     expert_bytes_all_gather_form,
+    sparse_traffic,
     step_traffic,
 )
+from prefold.worker.model_runner import ModelRunner
 
 OPTIONS = {
     "block_size": 4,
@@ -80,7 +86,7 @@ def record(llm: LLM, lengths: Sequence[int], max_tokens: int) -> Recorder:
 
 
 def partitions_of(
-    config: EngineConfig, steps: Sequence[SchedulerOutput]
+    config: EngineConfig, steps: Sequence[SchedulerOutput], decode_unit: int = 1
 ) -> Iterator[tuple[Partition, np.ndarray]]:
     """(partition, wanted hidden rows per rank) of a replica's steps, from the messages alone."""
     known: dict[str, tuple[int, int]] = {}  # id -> (prefill tokens, tokens)
@@ -96,7 +102,9 @@ def partitions_of(
         num_scheduled = np.array([step.num_scheduled_tokens[i] for i in ids], np.int64)
         is_prefill = num_computed < np.array([known[i][0] for i in ids], np.int64)
         size = config.parallel.prefill_context_parallel_size
-        parts = partition(num_computed, num_scheduled, is_prefill, size=size, min_split_tokens=1)
+        parts = partition(
+            num_computed, num_scheduled, is_prefill, size=size, min_split_tokens=1, decode_unit=decode_unit
+        )
         ends = np.cumsum(num_scheduled)
         sampled = num_computed + num_scheduled == np.array([known[i][1] for i in ids], np.int64)
         ranks, _ = locate_tokens(parts, np.concatenate([[0], ends]), ends[sampled] - 1)
@@ -171,6 +179,65 @@ def test_rows_in_fp8_travel_as_they_are_stored(folder: Path, sparse_folder: Path
         hidden_bytes = llm.engine.config.model.hidden_size * 4
         # 2 * 8 + 32 + 1, padded to 64.
         assert output.stats.bytes_sent["pcp.all_gather"] == num_layers * 30 * 64 + hidden_bytes
+
+
+@pytest.mark.parametrize(
+    ("layout", "way"),
+    [
+        *(("PCP2 DCP2", "kv"), ("TP2 DCP2", "query"), ("PCP4 DCP2", "query"), ("PP2 PCP2 DCP2", "query")),
+        *(("TP2 PCP2 DCP4", "query"), ("TP2 PCP2 DCP4", "kv")),
+    ],
+)
+def test_sparse_attention_over_shards(sparse_folder: Path, layout: str, way: str) -> None:
+    """Prefill with and without context, decode, both in one step; index_topk is above and below the keys."""
+    options = {"check_step_plans": "off", "cp_kv_cache_interleave_size": 2, **layout_options(layout)}
+    with ThreadLLM(str(sparse_folder), **OPTIONS | {"context_attention": way}, **options) as llm:
+        config, executor = llm.engine.config, llm.executor
+        plans = [record_plans(runner) for runner in executor.runners]
+        recorder = record(llm, [200, 3, 57, 1, 9], max_tokens=3)
+        executor.synchronize()
+        ownership = executor.runners[0]._ownership
+        unit = executor.groups[0]["dcp_pcp"].size
+        parts = list(partitions_of(config, recorder.steps[0], unit))
+        mesh, kinds = Mesh.of(config.parallel), set()
+        for rank, groups in enumerate(executor.groups):
+            at, expected = mesh.coords(rank), Counter()
+            for (part, wanted), plan in zip(parts, plans[rank], strict=True):
+                num_sent = int(plan.sent_decode.max())
+                expected.update(step_traffic(config, part, at, wanted, int(wanted.sum()), num_sent))
+                tokens, rows = sharded_of(plan, ownership, config.model.dsa.index_topk)
+                expected.update(sparse_traffic(config, at, tokens, rows))
+                kinds.update(
+                    ["visitors" if some.counts else "decode" for some in tokens] + ["rows"] * (rows > 0)
+                )
+            counted = Counter({key: n for group in groups.values() for key, (_, n) in group.traffic.items()})
+            assert +counted == +expected, (rank, at)
+        assert kinds == {"decode", {"query": "visitors", "kv": "rows"}[way]}
+
+
+def record_plans(runner: ModelRunner) -> list[StepPlan]:
+    plans: list[StepPlan] = []
+    attention, begin_step = runner._attention, runner._attention.begin_step
+
+    def recording(plan: StepPlan) -> None:
+        plans.append(plan)
+        begin_step(plan)
+
+    attention.begin_step = recording
+    return plans
+
+
+def sharded_of(plan: StepPlan, ownership: KVOwnership, topk: int) -> tuple[list[ShardedTokens], int]:
+    """The arguments of `sparse_traffic`."""
+
+    def sharded(counts: tuple[int, ...], works: Sequence[SharedWork]) -> ShardedTokens:
+        longest = max(int(work.positions.max()) for work in works) + 1
+        num_tokens = sum(len(work.positions) for work in works)
+        return ShardedTokens(counts, num_tokens, min(topk, int(ownership.local_lengths(longest).max())))
+
+    tokens = [sharded(piece.counts, piece.works) for piece in plan.visits]
+    tokens += [sharded((), plan.shared_decode)] if plan.shared_decode else []
+    return tokens, sum(tile.num_rows for tile in plan.kv_tiles)
 
 
 def check_every_rank(folder: Path, layout: str, kv_cache_dtype: str = "auto") -> None:

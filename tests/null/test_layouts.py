@@ -294,7 +294,7 @@ def test_sparse_attention_has_every_layout():
     model = replace(MODEL, mla=replace(MODEL.mla, q_lora_rank=16, dsa=dsa))
     assert legal_dcp_sizes(model, pcp=4, tp=2) == [1, 2, 4, 8]
     check_layout(model, ParallelConfig(1, 2, 2), block_size=1)
-    for dcp, legal in ((1, ("auto", "local")), (2, ("auto", "kv"))):
+    for dcp, legal in ((1, ("auto", "local")), (2, ("auto", "kv", "query"))):
         parallel = ParallelConfig(1, 2, dcp)
         for way in ("auto", "local", "sliced", "query", "kv"):
             if way in legal:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefold.attention.context_ways import AUTO, KV, LOCAL, QUERY, SLICED, TRAVEL_TOKENS, WAYS, ContextWays
-from prefold.config import MLAConfig
+from prefold.config import DSAConfig, MLAConfig
 from prefold.distributed.pcp_layout import partition
 
 MLA = MLAConfig(None, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
@@ -51,6 +51,19 @@ def test_a_long_chunk_over_a_short_context_stays():
     for pcp in (2, 4):
         for num_computed in (1, 64, 256):
             assert chosen(ways(pcp), [(num_computed, 4096)]) == [LOCAL]
+
+
+@pytest.mark.parametrize(("pcp", "dcp"), [(2, 2), (4, 2), (4, 4), (1, 2), (2, 4)])
+def test_sparse_attention_sends_the_queries_of_short_tails(pcp: int, dcp: int):
+    """Of long chunks the ranks of PCP split the work already, those of TP do not."""
+    dsa = DSAConfig(2048, 32, 128, full_layers=(True, False), rope_interleaved=True)
+    sparse = replace(ways(pcp, dcp), attention=replace(MLA, q_lora_rank=512, dsa=dsa))
+    for tail in (1, 16, 64):
+        assert chosen(sparse, [(100_000, tail)]) == [QUERY]
+    assert chosen(sparse, [(100_000, 8192)]) == [KV if pcp >= dcp else QUERY]
+    assert chosen(sparse, [(64, 4096)]) == [KV]
+    assert replace(sparse, dcp_size=1).legal == (LOCAL,)
+    assert chosen(replace(sparse, dcp_size=1, pcp_size=4), [(100_000, 1)]) == [LOCAL]
 
 
 def test_one_rank_keeps_everything():

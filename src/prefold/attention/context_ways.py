@@ -8,10 +8,12 @@ parts, by anybody who has keys and queries together. What has to travel for that
 - `query`: queries. The cache is sharded; each DCP rank attends all queries to its shard.
 - `kv`: keys. The cache is sharded; the shards are gathered and a rank's own queries attend to all.
 
-The first two are possible with D = 1, the others with D > 1. Where queries travel, each key is read and
-up-projected once per group and not once per rank, and a request that is whole on one rank occupies them
-all; the price is moving queries and results. The choice is made per request and step, from the partition
-alone, so it is equal on all ranks.
+The first two are possible with D = 1, the others with D > 1. Under sparse attention `sliced` is not possible;
+with `query` the ranks also share the work of finding the keys of a query (attention.sparse_shards).
+
+Where queries travel, each key is read and up-projected once per group and not once per rank, and a request
+that is whole on one rank occupies them all; the price is moving queries and results. The choice is made per
+request and step, from the partition alone, so it is equal on all ranks.
 
 The unit of cost is one multiplication of the attention kernel in float32: about 1/50 ns on a core.
 """
@@ -24,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefold.attention.forms import form_costs
-from prefold.config import DTYPES, EngineConfig, GQAConfig, MLAConfig
+from prefold.config import DTYPES, DSAConfig, EngineConfig, GQAConfig, MLAConfig
 from prefold.kv_spec import row_bytes
 
 LOCAL, SLICED, QUERY, KV = WAYS = ("local", "sliced", "query", "kv")
@@ -33,6 +35,9 @@ AUTO = "auto"
 
 TRAVEL_TOKENS = 4096
 """Queries that travel at once, all ranks' together: bounds the buffers. A piece reads all keys again."""
+
+VISIT_TOKENS = 512
+"""The same with sparse attention, where each query brings index_topk candidates of each rank."""
 
 PER_KEY_ELEMENT = 60
 """Reading an element of the paged cache, once for all heads of a rank, and making it a key in float32.
@@ -48,6 +53,16 @@ is attended."""
 
 PER_COLLECTIVE = 10_000_000
 """A collective in shared memory with busy ranks, and the small operations around it: 0.2 ms."""
+
+PER_SELECTED = 1.5
+"""A multiplication of attention to selected rows, which lie anywhere. Measured: 71 GFLOP/s where tiles of
+keys are attended to and scored with 120."""
+
+PER_CANDIDATE = 1000
+"""One of the candidates of all ranks for a query: gathered, compared, made a position. Measured: 20 ns."""
+
+KEY_READERS = 128
+"""Queries that share the reading of index keys (selection.QUERY_BLOCK)."""
 
 RESULT_BYTES = 4
 """Results travel in float32."""
@@ -65,7 +80,6 @@ class ContextWays:
         q_itemsize: bytes per element of queries.
         forced: "auto", or a way that is taken wherever it is possible.
         has_windows: queries of some layers see a window only: they attend in place.
-        is_sparse: a query attends to a few keys of its own: nothing is shared.
     """
 
     attention: MLAConfig | GQAConfig
@@ -78,7 +92,6 @@ class ContextWays:
     q_itemsize: int
     forced: str = AUTO
     has_windows: bool = False
-    is_sparse: bool = False
 
     def __post_init__(self) -> None:
         if self.forced not in (AUTO, *WAYS):
@@ -100,13 +113,19 @@ class ContextWays:
             q_itemsize=DTYPES[runtime.compute_dtype],
             forced=runtime.context_attention,
             has_windows=model.attention.has_windows,
-            is_sparse=model.dsa is not None,
         )
 
     @property
-    def legal(self) -> tuple[str, str]:
-        """The ways that this layout has: one without travelling queries, one with."""
-        return (LOCAL, SLICED) if self.dcp_size == 1 else (KV, QUERY)
+    def dsa(self) -> DSAConfig | None:
+        """Of models with sparse attention."""
+        return self.attention.dsa if isinstance(self.attention, MLAConfig) else None
+
+    @property
+    def legal(self) -> tuple[str, ...]:
+        """The ways that this layout has: one without travelling queries, then, if there is, one with."""
+        if self.dcp_size > 1:
+            return KV, QUERY
+        return (LOCAL,) if self.has_windows or self.dsa else (LOCAL, SLICED)
 
     @property
     def unit(self) -> int:
@@ -130,14 +149,12 @@ class ContextWays:
             num_queries: [R, P] new tokens of each request on each PCP rank.
             num_computed: [R] tokens of its context.
         """
-        in_place, travelling = self.legal
-        if self.has_windows or self.is_sparse:
-            return np.full(len(num_computed), in_place)
-        if self.forced in self.legal:
-            return np.full(len(num_computed), self.forced)
+        in_place, *travelling = self.legal
+        if self.forced in self.legal or not travelling:
+            return np.full(len(num_computed), self.forced if self.forced in self.legal else in_place)
         own = num_queries.max(axis=1, initial=0)
         whole = (num_queries > 0).sum(axis=1) <= 1
-        cost_in_place = self._attend(own, num_computed)
+        cost_in_place = self._cost_in_place(own, num_computed)
         load = ((num_queries > 0) * np.where(whole, cost_in_place, 0)[:, None]).sum(axis=0)
         share = load.max() / max(load.sum(), 1)
         cost_in_place = np.where(whole, share, 1.0) * cost_in_place
@@ -145,11 +162,15 @@ class ContextWays:
             cost_in_place = cost_in_place + self._move_keys(num_computed)
         by_unit = num_queries.reshape(-1, self.pcp_size // self.unit, self.unit)
         of_unit = by_unit.sum(axis=2).max(axis=1, initial=0)
-        cost_travelling = self._travel(own, of_unit, num_computed)
-        return np.where(cost_travelling < cost_in_place, travelling, in_place)
+        travel = self._travel if self.dsa is None else self._visit
+        return np.where(travel(own, of_unit, num_computed) < cost_in_place, travelling[0], in_place)
 
-    def _attend(self, num_queries: np.ndarray, num_keys: np.ndarray) -> np.ndarray:
+    def _cost_in_place(self, num_queries: np.ndarray, num_keys: np.ndarray) -> np.ndarray:
         """Queries at keys, in the cheaper form, keys read once."""
+        if self.dsa is not None:
+            return self._select(num_queries, num_queries, num_keys) + self._attend_selected(
+                num_queries, num_keys, self.num_heads
+            )
         forms = form_costs(self.attention, num_queries, num_keys)
         return self.num_heads * np.minimum(*forms) + num_keys * self.token_dim * PER_KEY_ELEMENT
 
@@ -177,3 +198,41 @@ class ContextWays:
         per_piece = attend + num_own_keys * self.token_dim * PER_KEY_ELEMENT + 2 * PER_COLLECTIVE
         moved = own * size * heads * (q_bytes + out_bytes)
         return num_pieces * per_piece + moved * PER_QUERY_BYTE
+
+    def _select(self, num_queries: np.ndarray, of_rank: np.ndarray, num_keys: np.ndarray) -> np.ndarray:
+        """Sparse attention: queries score keys, in layers that do. Those of a rank share the reading."""
+        dsa, readers = self.dsa, -(-of_rank // KEY_READERS) * (num_queries // np.maximum(of_rank, 1))
+        assert dsa is not None
+        scored = num_queries * num_keys * dsa.num_heads * (dsa.head_dim + 1)
+        return self._share * (scored + readers * num_keys * dsa.head_dim * PER_KEY_ELEMENT)
+
+    def _attend_selected(self, num_queries: np.ndarray, num_keys: np.ndarray, heads: int) -> np.ndarray:
+        """Sparse attention: queries of so many heads at those of the keys that are selected."""
+        dsa = self.dsa
+        assert dsa is not None
+        selected = np.minimum(num_keys, dsa.index_topk) * sum(self.attention.absorbed_dims) * PER_SELECTED
+        return num_queries * heads * (selected + self.attention.projection_size)
+
+    @property
+    def _share(self) -> float:
+        """Of the layers, those with an indexer."""
+        dsa = self.dsa
+        assert dsa is not None
+        return sum(dsa.full_layers) / len(dsa.full_layers)
+
+    def _visit(self, own: np.ndarray, of_unit: np.ndarray, num_keys: np.ndarray) -> np.ndarray:
+        """The same as `_travel` with sparse attention."""
+        dsa, attention, size = self.dsa, self.attention, self.dcp_size
+        assert dsa is not None
+        num_own_keys, num_parts = -(-num_keys // size), size // self.unit
+        cost = self._select(of_unit, own, num_own_keys)
+        cost += self._attend_selected(of_unit, num_own_keys, num_parts * self.num_heads) / size
+        candidates = size * np.minimum(num_own_keys, dsa.index_topk)
+        cost += self._share * of_unit * candidates * PER_CANDIDATE
+        index_bytes = self._share * dsa.num_heads * (dsa.head_dim + 1) * 4
+        cost += of_unit * (self.num_heads * attention.qk_head_dim * 4 + index_bytes) * PER_GATHERED_BYTE
+        back = own * self.unit * (attention.v_head_dim + 1)
+        between_heads = of_unit * (num_parts - 1) * (sum(attention.absorbed_dims) + 1)
+        cost += (back + between_heads) * self.num_heads * RESULT_BYTES * PER_QUERY_BYTE
+        num_pieces = -(-own // max(1, VISIT_TOKENS // self.unit))
+        return cost + num_pieces * (3 + 2 * (num_parts > 1)) * PER_COLLECTIVE

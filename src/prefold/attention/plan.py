@@ -9,6 +9,7 @@ import torch
 
 from prefold.attention.kv_tiles import KVTile
 from prefold.attention.shared_decode import SharedWork
+from prefold.attention.sparse_shards import Visitors
 from prefold.attention.travel import TravelPiece
 from prefold.attention.walk import Run, Segment, Window
 
@@ -74,8 +75,9 @@ class StepPlan:
     6. all-to-all of the first piece's results, started, over the travel group, after 1 has been released
     7. an all-gather and an all-to-all for each further piece
 
-    With sparse attention queries do not travel (2, 6, 7). The order is 1, 4, an all-gather over dcp of the
-    decode tokens' candidates in layers with an indexer, 3, 5.
+    With sparse attention the order is 1, 4; then for each piece of `visits` an all-gather of queries over
+    dcp_pcp, one of candidates over dcp in layers with an indexer, 3, the all-to-all of 5, and one of results
+    over dcp_pcp; then for decode tokens the candidates, 3 and 5.
 
     So no group has more than two in flight. The travel group is the DCP group if the cache is sharded,
     else the PCP group.
@@ -90,6 +92,7 @@ class StepPlan:
         write_decode: of this rank's decode tokens, those that it holds.
         shared_decode: decode requests that a whole unit computes.
         travel, kv_tiles: contexts that are not attended in place.
+        visits: the same as `travel`, with sparse attention.
         sent_decode: [P] decode tokens whose KV each PCP rank sends to the other units, after the step.
         sent_decode_slots: per PCP rank, where this rank holds them, int64; empty if it does not.
         ways: requests of all ranks that have cached context, by how it is attended (attention.context_ways,
@@ -106,6 +109,7 @@ class StepPlan:
     shared_decode: tuple[SharedWork, ...]
     travel: tuple[TravelPiece, ...]
     kv_tiles: tuple[KVTile, ...]
+    visits: tuple[Visitors, ...]
     sent_decode: np.ndarray
     sent_decode_slots: tuple[torch.Tensor, ...]
     ways: dict[str, int]

@@ -167,13 +167,20 @@ class KeySelector:
                 query sees fewer, the others are such that `positions_of` is -1.
         """
         for rows in _blocks(len(positions), QUERY_BLOCK):
-            block, limits = IndexQueries(index.q[rows], index.weights[rows]), held.counts(positions[rows] + 1)
+            block, limits = self._in_float32(index, rows), held.counts(positions[rows] + 1)
             is_native = indexer.can_select(block.q, index_keys(0, 1).dtype)
             find = self._find_natively if is_native else self._find
             orders, tokens = find(block, limits, index_keys, out.shape[1])
             best = numbered(orders, held.positions(tokens.clamp(min=0)))
             out[rows, : tokens.shape[1]] = best.masked_fill_(tokens < 0, NO_KEY)
             out[rows, tokens.shape[1] :] = NO_KEY
+
+    def _in_float32(self, index: IndexQueries, rows: slice) -> IndexQueries:
+        """Some of the queries. Scores are float32 whatever the queries are computed in."""
+        q = index.q[rows]
+        if q.dtype != torch.float32:
+            q = self._workspace.get("selection.q", q.shape, torch.float32).copy_(q)
+        return IndexQueries(q, index.weights[rows])
 
     def _find(
         self, index: IndexQueries, limits: torch.Tensor, index_keys: Latents, width: int
@@ -209,11 +216,10 @@ class KeySelector:
         num_keys = len(keys)
         scores = workspace.get("selection.scores", (num_queries, num_keys), torch.float32)
         k = workspace.get("selection.keys", keys.shape, torch.float32).copy_(keys)
-        q = workspace.get("selection.q", index.q.shape, torch.float32).copy_(index.q)
         for rows in _blocks(num_queries, SCORE_ELEMENTS // (num_heads * num_keys)):
             count = rows.stop - rows.start
             by_head = workspace.get("selection.by_head", (count, num_heads, num_keys), torch.float32)
-            torch.mm(q[rows].view(-1, dim), k.t(), out=by_head.view(-1, num_keys))
+            torch.mm(index.q[rows].reshape(-1, dim), k.t(), out=by_head.view(-1, num_keys))
             weights = index.weights[rows].unsqueeze(1)
             torch.bmm(weights, by_head.relu_(), out=scores[rows].unsqueeze(1))
         return scores

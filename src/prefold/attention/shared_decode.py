@@ -75,6 +75,13 @@ class SharedDecode:
 
     def attend(self, out: torch.Tensor) -> None:
         """Write the whole results to out [num_decode_tokens, num_heads, v_head_dim], of any float dtype."""
+        lse = self._workspace.get("decode.lse", out.shape[:2], torch.float32)
+        self.attend_parts(out, lse)
+        join_over(self._dcp_pcp, out, lse, self._workspace)
+
+    def attend_parts(self, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """The same, but for the last step: of each rank of dcp_pcp what it has found, and the log-sum-exp
+        [num_decode_tokens, num_heads] float32. Either may be strided."""
         assert self._gather is not None
         num_tokens, num_heads, _ = out.shape
         form, workspace = self._form, self._workspace
@@ -87,10 +94,8 @@ class SharedDecode:
         partial, partial_out, partial_lse = packed(workspace, "decode.partial", *shape, form.out_dim)
         self._attend_shard(q, partial_out, partial_lse)
         own = workspace.get("decode.own_out", (num_tokens, num_heads, form.out_dim), torch.float32)
-        lse = workspace.get("decode.lse", (num_tokens, num_heads), torch.float32)
         scatter_heads(self._dcp_tp, partial, own, lse, workspace)
         form.results(own, out)
-        join_over(self._dcp_pcp, out, lse, workspace)
 
 
 class ShardWalks:

@@ -7,12 +7,11 @@ travel and are stored with them. So how a query reaches its keys depends on who 
 
 - D = 1: a rank has them all in its cache once the step's new tokens have been gathered and written. Nothing
   else travels for sparse attention.
-- D > 1, prefill: the new tokens have been gathered. Cached context is, too, one request and layer at a time
-  and tile by tile (attention.kv_tiles), to every rank that has queries of the request. Per layer a rank
-  receives (D - 1) / D of the context's rows, and has room for one request's.
-- D > 1, decode: all ranks of a DCP group compute the token. Each scores the keys of its shard; the best of
-  each are gathered, `index_topk` numbers of 8 bytes per query and rank, and the best of all are the
-  selection, equal on all ranks. Each attends to what it holds of it (attention.shared_decode).
+- D > 1, prefill, the way `kv` (attention.context_ways): the new tokens have been gathered. Cached context is,
+  too, one request and layer at a time and tile by tile (attention.kv_tiles), to every rank that has queries
+  of the request. Per layer a rank receives (D - 1) / D of the context's rows, and has room for one request's.
+- D > 1, prefill, the way `query`, and decode: all ranks of the DCP group attend to the token, each to its
+  shard (attention.sparse_shards).
 
 A selection is made by the layers that have an indexer and used by those after it, up to the next.
 """
@@ -26,21 +25,15 @@ import torch
 
 from prefold.attention.backend import HeadRows, IndexQueries, LatentRows
 from prefold.attention.context_parallel import AttentionSetup, ContextParallelAttention
-from prefold.attention.forms import KVForm, KVForms, prefer_absorbed
+from prefold.attention.forms import KVForms, prefer_absorbed
 from prefold.attention.kv_tiles import KVTiles
 from prefold.attention.plan import RequestWork, StepPlan
 from prefold.attention.row_format import PlainFormat
 from prefold.attention.selected import attend_selected
-from prefold.attention.selection import (
-    QUERY_BLOCK,
-    AllTokens,
-    HeldTokens,
-    KeySelector,
-    PagedTokens,
-    join_ranked,
-    positions_of,
-)
-from prefold.attention.walk import CacheReader, Latents, Run, Segment, rows_of
+from prefold.attention.selection import QUERY_BLOCK, AllTokens, KeySelector, PagedTokens, positions_of
+from prefold.attention.sparse_layer import PagedKeys, RequestKeys, SparseLayer
+from prefold.attention.sparse_shards import SparseShards
+from prefold.attention.walk import CacheReader, Run, Segment, rows_of
 from prefold.config import MLAConfig
 
 
@@ -70,41 +63,6 @@ class SparseRequest:
     num_gathered: int
 
 
-@dataclass(frozen=True, eq=False)
-class SparseLayer:
-    """What the queries of one layer need.
-
-    Attributes:
-        q: [num_tokens, num_heads, qk_head_dim].
-        index: of a layer with an indexer; without one the last selection is used.
-        cache: [num_blocks, block_size, width of the layer's rows], stored rows.
-        new_rows: of the step's new prefill tokens, [num_new_tokens, width], stored.
-        out: [num_tokens, num_heads, v_head_dim], to be written.
-    """
-
-    q: torch.Tensor
-    index: IndexQueries | None
-    absorbed: KVForm
-    cache: torch.Tensor
-    new_rows: torch.Tensor
-    out: torch.Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class RequestKeys:
-    """The keys of one request within reach, in one layer.
-
-    Attributes:
-        rows: [num_slots, width of the first part of a row], as stored.
-        index_keys: of the tokens that are held.
-    """
-
-    rows: torch.Tensor
-    index_keys: Latents
-    held: HeldTokens
-    block_ids: torch.Tensor
-
-
 class SparseAttention(ContextParallelAttention):
     """The AttentionContext of a rank for models with an indexer. The base class does what comes before: it
     publishes and stores the new rows, and attends the queries without a choice."""
@@ -115,18 +73,28 @@ class SparseAttention(ContextParallelAttention):
         assert isinstance(attention, MLAConfig)
         assert attention.dsa is not None
         self._mla = attention
-        _, self._index_format = setup.formats
+        attended, self._index_format = setup.formats
         self._topk = attention.dsa.index_topk
         self._selector = KeySelector(self._topk, setup.tile_tokens, setup.workspace)
         self._ownership = setup.ownership
         device = setup.kv_cache.device
         ranks = range(setup.ownership.dcp_size)
         self._held_by = [PagedTokens(setup.ownership, rank, device) for rank in ranks]
-        self._paged = self._held_by[setup.groups["dcp"].rank]
+        held = self._held_by[setup.groups["dcp"].rank]
+        self._paged = PagedKeys((attended, self._index_format), held, setup.workspace)
+        self._shards = SparseShards(
+            setup.groups,
+            setup.ownership,
+            self._selector,
+            self._topk,
+            self._paged,
+            setup.scale,
+            setup.workspace,
+        )
         self._all = AllTokens()
         self._sparse_plan: StepPlan | None = None
         self._requests: dict[int, SparseRequest] = {}
-        self._selected = self._shared_selected = torch.empty(0)
+        self._selected = torch.empty(0)
 
     def begin_step(self, plan: StepPlan) -> None:
         """See ContextParallelAttention.begin_step."""
@@ -134,10 +102,13 @@ class SparseAttention(ContextParallelAttention):
         for piece in (piece for tile in plan.kv_tiles for piece in tile.pieces):
             if piece.work is not None:
                 gathered[piece.work] = gathered.get(piece.work, 0) + sum(piece.counts)
-        dense = [dense_part(w, self._topk, self._mla) for i, w in enumerate(plan.works) if i not in gathered]
+        own = [work for i, work in enumerate(plan.works) if i not in gathered and not work.travels]
+        dense = [dense_part(work, self._topk, self._mla) for work in own]
         works = tuple(work for work in dense if work is not None)
-        super().begin_step(replace(plan, works=works, travel=(), kv_tiles=(), shared_decode=()))
+        super().begin_step(replace(plan, works=works, kv_tiles=(), shared_decode=()))
         self._sparse_plan = plan
+        tokens = slice(plan.num_prefill_tokens, plan.num_tokens)
+        self._shards.begin_step(plan.visits, plan.shared_decode, tokens)
         self._requests = sparse_requests(plan.works, gathered, self._topk)
         num_queries = sum(
             part.rows.stop - part.rows.start for r in self._requests.values() for part in r.runs
@@ -159,24 +130,14 @@ class SparseAttention(ContextParallelAttention):
             if not request.num_gathered:
                 self._attend_request(layer, request, self._keys(layer, request.work))
         self._attend_gathered(layer, plan)
-        self._attend_shared(layer, forms, plan)
+        self._shards.attend(layer, forms)
         return out.flatten(1)
 
     def _keys(self, layer: SparseLayer, work: RequestWork) -> RequestKeys:
         """Of a request without context on other ranks."""
         if self._ownership.dcp_size == 1:
-            return self._paged_keys(layer, work.block_ids)
+            return self._paged.of(layer, work.block_ids)
         return self._row_keys(layer.new_rows[work.first_new_row :], work)
-
-    def _paged_keys(self, layer: SparseLayer, block_ids: torch.Tensor) -> RequestKeys:
-        width = self._format.width
-
-        def index_keys(start: int, end: int) -> torch.Tensor:  # asked for only where a row has one
-            reader = CacheReader(layer.cache[..., width:], self._index_format, self._workspace)
-            return reader.request(block_ids)(start, end)
-
-        rows = layer.cache.view(-1, layer.cache.shape[2])
-        return RequestKeys(rows[:, :width], index_keys, self._paged, block_ids)
 
     def _row_keys(self, rows: torch.Tensor, work: RequestWork) -> RequestKeys:
         """Rows by position."""
@@ -237,41 +198,6 @@ class SparseAttention(ContextParallelAttention):
                 self._attend_request(layer, request, self._row_keys(context, work))
                 received = 0
 
-    def _attend_shared(self, layer: SparseLayer, forms: KVForms, plan: StepPlan) -> None:
-        """Decode tokens over shards."""
-        if not plan.shared_decode:
-            return
-        tokens = slice(plan.num_prefill_tokens, plan.num_tokens)
-        keys = [self._paged_keys(layer, work.block_ids) for work in plan.shared_decode]
-        if layer.index is not None:
-            index = IndexQueries(layer.index.q[tokens], layer.index.weights[tokens])
-            self._select_shared(index, plan, keys)
-        slots = torch.cat(
-            [
-                self._paged.slots(self._shared_selected[work.tokens], work.block_ids)
-                for work in plan.shared_decode
-            ]
-        )
-
-        def attend_shard(q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
-            rows, workspace = keys[0].rows, self._workspace
-            attend_selected(q, slots, rows, self._format, self._scale, out, lse, workspace)
-
-        decode = self._shared_decode(attend_shard, forms)
-        decode.send(layer.q[tokens])
-        decode.attend(layer.out[tokens])
-
-    def _select_shared(self, index: IndexQueries, plan: StepPlan, keys: Sequence[RequestKeys]) -> None:
-        """Each rank of the DCP group selects from its shard, then all from what each has found."""
-        works = plan.shared_decode
-        longest = max(int(work.positions.max()) for work in works) + 1
-        width = min(self._topk, int(self._ownership.local_lengths(longest).max()))
-        ranks = self._workspace.get("sparse.shared_ranks", (len(index.q), width), torch.int64)
-        for work, own in zip(works, keys, strict=True):
-            part = IndexQueries(index.q[work.tokens], index.weights[work.tokens])
-            self._selector.select(part, work.positions, own.index_keys, own.held, ranks[work.tokens])
-        self._shared_selected = positions_of(join_ranked(self._groups["dcp"], ranks, self._topk))
-
 
 def dense_part(work: RequestWork, topk: int, mla: MLAConfig) -> RequestWork | None:
     """Of a request's work, the queries that see at most `topk` keys; None if there are none."""
@@ -310,10 +236,12 @@ def sparse_requests(
     works: Sequence[RequestWork], gathered: dict[int, int], topk: int
 ) -> dict[int, SparseRequest]:
     """By place in `works`, the queries with a selection, and where their selections go: those that see more
-    than `topk` keys, and all of a request whose context is gathered."""
+    than `topk` keys, and all of a request whose context is gathered. Those that travel are not among them."""
     found: dict[int, SparseRequest] = {}
     end = 0
     for i, work in enumerate(works):
+        if work.travels:
+            continue
         first = topk if i not in gathered else 0
         runs = []
         for run in work.runs:

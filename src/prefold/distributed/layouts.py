@@ -89,10 +89,10 @@ def check_context_attention(model: ModelConfig, parallel: ParallelConfig, way: s
     """Whether queries can reach cached context in this way; "auto" always can.
 
     Raises:
-        ValueError: with sparse attention, where queries do not travel.
+        ValueError: with sparse attention, where ranks share a context only if they hold parts of it.
     """
     dcp, dsa = parallel.decode_context_parallel_size, model.dsa
-    legal = ("auto", "local" if dcp == 1 else "kv")
+    legal = ("auto", "local") if dcp == 1 else ("auto", "kv", "query")
     if dsa is not None and way not in legal:
         raise ValueError(
             f"context_attention={way!r} is not possible with sparse attention (index_topk={dsa.index_topk}) "

@@ -6,16 +6,27 @@ come to the same: which requests' contexts travel and how, in what pieces, with 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
 
-from prefold.attention.context_ways import KV, LOCAL, QUERY, SLICED, TRAVEL_TOKENS, ContextWays
+from prefold.attention.context_ways import (
+    KV,
+    LOCAL,
+    QUERY,
+    SLICED,
+    TRAVEL_TOKENS,
+    VISIT_TOKENS,
+    ContextWays,
+)
 from prefold.attention.forms import prefer_absorbed
 from prefold.attention.kv_tiles import KVPiece, KVTile
 from prefold.attention.plan import RequestWork, Rows, StepPlan
 from prefold.attention.shared_decode import SharedWork
+from prefold.attention.sparse_shards import Visitors
 from prefold.attention.travel import TravelPiece, Visit
 from prefold.attention.walk import Run, Segment, others_segments, own_segments, prefix_segments
 from prefold.distributed.pcp_layout import Partition, token_indices_by_rank
@@ -53,6 +64,40 @@ class RankPlace:
         if self.ownership.dcp_size > 1:
             return 0, int(self.ownership.local_lengths(num_computed)[self.dcp])
         return num_computed * self.pcp // self.pcp_size, num_computed * (self.pcp + 1) // self.pcp_size
+
+
+@dataclass(frozen=True, eq=False)
+class _Travellers:
+    """Travelling tokens of a unit's ranks, ordered by rank, each rank's in the order of its local batch.
+
+    Attributes:
+        request, source, position: of each token; `source` is the rank's place in the unit.
+        own_tokens: those of this rank, in its local batch.
+    """
+
+    request: np.ndarray
+    source: np.ndarray
+    position: np.ndarray
+    own_tokens: np.ndarray
+
+    def pieces(self, size: int) -> Iterator[_Travellers]:
+        """The same in pieces, with at most `size` tokens of each rank."""
+        turn = np.arange(self.source.size) - np.searchsorted(self.source, self.source)
+        for start in range(0, int(turn.max(initial=-1)) + 1, size):
+            chosen = (turn >= start) & (turn < start + size)
+            own = self.own_tokens[start : start + size]
+            yield _Travellers(self.request[chosen], self.source[chosen], self.position[chosen], own)
+
+
+def _equal_neighbours(*columns: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Ranges [start, end) of rows that are equal in all columns.
+
+    >>> list(_equal_neighbours(np.array([0, 0, 0, 1]), np.array([5, 5, 6, 6])))
+    [(0, 2), (2, 3), (3, 4)]
+    """
+    differs = np.any([column[1:] != column[:-1] for column in columns], axis=0)
+    edges = [0, *(np.flatnonzero(differs) + 1).tolist(), columns[0].size]
+    return pairwise(edges)
 
 
 def build_step_plan(
@@ -107,6 +152,7 @@ class _Planner:
             write_decode=self._kept(batch.slot_mapping[self._decode_tokens(place.pcp)]),
             shared_decode=self._shared_decode(),
             travel=self._travel(),
+            visits=self._visits(),
             kv_tiles=self._kv_tiles(work_of),
             sent_decode=np.array([len(tokens) for tokens in sent]),
             sent_decode_slots=tuple(
@@ -200,27 +246,50 @@ class _Planner:
 
     def _travel(self) -> tuple[TravelPiece, ...]:
         """Travelling queries of this rank's group in pieces, each rank's in the order of its local batch."""
-        travels = (self._way == SLICED) | (self._way == QUERY)
-        if not travels.any():
+        if self._ways.dsa is not None:
             return ()
+        size = max(1, TRAVEL_TOKENS // self._ways.group_size)
+        pieces = self._travellers().pieces(size)
+        return tuple(self._travel_piece(t.request, t.source, t.own_tokens) for t in pieces)
+
+    def _visits(self) -> tuple[Visitors, ...]:
+        """The same with sparse attention."""
+        if self._ways.dsa is None:
+            return ()
+        pieces = self._travellers().pieces(max(1, VISIT_TOKENS // self._ways.unit))
+        return tuple(
+            Visitors(
+                own_tokens=self._tensor(t.own_tokens),
+                counts=tuple(np.bincount(t.source, minlength=self._ways.unit).tolist()),
+                works=tuple(
+                    SharedWork(
+                        slice(int(start), int(end)),
+                        self._tensor(t.position[start:end]),
+                        self._block_ids[t.request[start]],
+                        segments=(),
+                    )
+                    for start, end in _equal_neighbours(t.source, t.request)
+                ),
+            )
+            for t in pieces
+        )
+
+    def _travellers(self) -> _Travellers:
+        """The tokens of this rank's unit whose queries travel."""
         parts, place, ways = self._parts, self._place, self._ways
-        in_unit = parts.row_rank // ways.unit == place.pcp // ways.unit
+        travels = (self._way == SLICED) | (self._way == QUERY)
         row_travels = travels[parts.row_request]
+        in_unit = parts.row_rank // ways.unit == place.pcp // ways.unit
         rows = np.flatnonzero(in_unit & row_travels)
         counts = parts.row_num_tokens[rows]
-        request = np.repeat(parts.row_request[rows], counts)
-        source = np.repeat(parts.row_rank[rows] % ways.unit, counts)
+        ends = np.cumsum(counts)
         own_rows = parts.rows_of(place.pcp)
-        own_tokens = np.flatnonzero(np.repeat(row_travels[own_rows], parts.row_num_tokens[own_rows]))
-        # Which of its rank's travelling tokens each one is: rows are ordered by rank.
-        turn = np.arange(source.size) - np.searchsorted(source, source)
-        size = max(1, TRAVEL_TOKENS // ways.group_size)
-        pieces = []
-        for start in range(0, int(turn.max(initial=-1)) + 1, size):
-            chosen = (turn >= start) & (turn < start + size)
-            own = own_tokens[start : start + size]
-            pieces.append(self._travel_piece(request[chosen], source[chosen], own))
-        return tuple(pieces)
+        return _Travellers(
+            request=np.repeat(parts.row_request[rows], counts),
+            source=np.repeat(parts.row_rank[rows] % ways.unit, counts),
+            position=np.repeat(parts.row_end[rows] - ends, counts) + np.arange(counts.sum()),
+            own_tokens=np.flatnonzero(np.repeat(row_travels[own_rows], parts.row_num_tokens[own_rows])),
+        )
 
     def _travel_piece(self, request: np.ndarray, source: np.ndarray, own_tokens: np.ndarray) -> TravelPiece:
         """Tokens by (request, PCP place in the unit), ordered by place. Other heads of the group's are more
