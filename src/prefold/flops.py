@@ -35,8 +35,10 @@ def prefill_flops(model: ModelConfig, num_tokens: int, num_computed: int = 0) ->
     values with the latent up-projected, where the token at position p sees p + 1 keys, or a window. Softmax,
     norms, activations and rotations are left out: they are no matrix multiplications.
 
-    Under sparse attention a token attends to index_topk of these keys at most, but each layer with an
-    indexer scores all of them: 2 * index_n_heads * (index_head_dim + 1) per causal pair.
+    Under sparse attention that holds for the first index_topk tokens. A later one attends to index_topk keys
+    of its own, in absorbed form: 2 * layers * heads * (2 * kv_lora_rank + qk_rope_head_dim) per pair. That is
+    twice as much, but serves all heads with one row; up-projected keys would be read per head, for each query
+    anew. Layers with an indexer score all keys: 2 * index_n_heads * (index_head_dim + 1) per causal pair.
     """
     layers = [layer_flops(model, i, num_tokens, num_computed) for i in range(model.num_layers)]
     head = 2 * model.hidden_size * model.vocab_size
@@ -51,15 +53,20 @@ def layer_flops(model: ModelConfig, layer: int, num_tokens: int, num_computed: i
     weights = layer_parameters(model, layer)
     per_token = weights.whole + weights.split + weights.kv
     per_token += model.moe.top_k * weights.expert if model.moe else 0
-    dsa, end = model.dsa, num_computed + num_tokens
+    attention, dsa, end = model.attention, model.dsa, num_computed + num_tokens
     limit = dsa.index_topk if dsa is not None else None
     if model.gqa is not None:
         limit = model.gqa.windows[layer]
     pairs = _pairs(end, limit) - _pairs(num_computed, limit)
-    multiplications = pairs * model.num_heads * (model.attention.qk_head_dim + model.attention.v_head_dim)
-    if dsa is not None and dsa.full_layers[layer]:
-        scored = _pairs(end, None) - _pairs(num_computed, None)
-        multiplications += scored * dsa.num_heads * (dsa.head_dim + 1)
+    per_pair = attention.qk_head_dim + attention.v_head_dim
+    multiplications = pairs * model.num_heads * per_pair
+    if dsa is not None:
+        dense_end, dense_start = min(end, dsa.index_topk), min(num_computed, dsa.index_topk)
+        selected = pairs - (_pairs(dense_end, None) - _pairs(dense_start, None))
+        multiplications += selected * model.num_heads * (sum(attention.absorbed_dims) - per_pair)
+        if dsa.full_layers[layer]:
+            scored = _pairs(end, None) - _pairs(num_computed, None)
+            multiplications += scored * dsa.num_heads * (dsa.head_dim + 1)
     return PrefillFlops(matmul=2 * num_tokens * per_token, attention=2 * multiplications)
 
 
