@@ -63,6 +63,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "quantization.scheme": set(),
     "quantization.catalog": {"checkpoint_files"},
     "flops": {"config"},
+    "weight_sizes": {"config", "flops", "checkpoint_files"}
+    | {"quantization.catalog", "quantization.formats", "quantization.scheme"},
     "traffic": {"config", "kv_spec"} | RANK_ARITHMETIC,
     "distributed.mesh": {"config"},
     "distributed.pcp_layout": set(),
@@ -76,7 +78,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | RANK_ARITHMETIC,
     "server": {"engine"} | FOUNDATION | RANK_ARITHMETIC,
     "benchmark": {"engine", "flops"} | FOUNDATION,
-    "engine": {"tokenizer", "checkpoint_files"} | FOUNDATION | RANK_ARITHMETIC,
+    "engine": {"tokenizer", "checkpoint_files", "weight_sizes"} | FOUNDATION | RANK_ARITHMETIC,
     "engine.executor": {"worker"} | FOUNDATION | RANK_ARITHMETIC,
     # What computes. `layers` and `attention` do not know each other; a model gets attention as `ctx`.
     "workspace": set(),

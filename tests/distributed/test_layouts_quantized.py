@@ -7,13 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from gguf import GGMLQuantizationType
 
 from prefold import SamplingParams
+from prefold.checkpoint_files import check_checkpoint_files
 from prefold.config import EngineConfig
 from prefold.distributed.layouts import describe_layout
 from prefold.engine import weight_memory as weight_memory_module
 from prefold.engine.args import EngineArgs
+from prefold.engine.weight_memory import with_weight_memory
 from prefold.testing.checkpoints import make_checkpoint
 from prefold.testing.exactness import layout_options
 from prefold.testing.gguf_checkpoint import write_gguf
@@ -127,13 +130,41 @@ def test_auto_keeps_what_would_not_fit(folders: dict[str, Path], monkeypatch: py
         resolved(weight_memory="quantized", device="cuda")
 
 
-def test_a_rank_says_what_its_weights_take(folders: dict[str, Path]):
-    """Of embedding, head and the halves of kv_b_proj, which are expanded, and of the rest a byte a weight."""
-    sizes = {}
-    for weight_memory in ("expanded", "quantized"):
-        with ThreadLLM(str(folders["fp8"]), weight_memory=weight_memory, **ENGINE) as llm:
-            (runner,) = llm.executor.runners
-            sizes[weight_memory] = runner.weight_bytes
-            layout = describe_layout(llm.engine.config.model, llm.engine.config.parallel)
-    assert 0.99 < layout.weight_bytes / sizes["expanded"] <= 1  # without norms
-    assert 0.5 < sizes["quantized"] / sizes["expanded"] < 0.8
+def listed_and_held(folder: Path, layout: str, weight_memory: str) -> tuple[int, int]:
+    """What `prefold layouts` says of the fullest rank, and what that rank has loaded."""
+    options = layout_options(layout) if layout != "TP1" else {}
+    with ThreadLLM(str(folder), weight_memory=weight_memory, **ENGINE, **options) as llm:
+        config, held = llm.engine.config, []
+        for runner in llm.executor.runners:
+            parameters = list(runner._model.parameters())
+            # Not listed: norms and biases, and that routers and weights of index heads are float32.
+            vectors = sum(p.nbytes for p in parameters if p.dim() == 1)
+            float32 = sum(p.nbytes for p in parameters if p.dim() > 1 and p.dtype == torch.float32)
+            held.append(runner.weight_bytes - vectors - float32 // 2)
+    layouts = [describe_layout(config.model, config.parallel)]
+    (listed,) = with_weight_memory(layouts, weight_memory, config.model, check_checkpoint_files(folder))
+    assert listed.weights_stay_quantized == (weight_memory == "quantized")
+    return listed.weight_bytes, max(held)
+
+
+@pytest.mark.parametrize("layout", ["TP1", "TP2 EP", "PP2", "PCP2 EP"])
+def test_what_is_listed_is_what_a_rank_holds(folders: dict[str, Path], layout: str):
+    """Embedding, head and the halves of kv_b_proj are expanded. Where TP cuts FP8 blocks, ranks have more
+    scales."""
+    for format in FORMATS:
+        listed, held = listed_and_held(folders[format], layout, "quantized")
+        assert listed <= held <= listed + 200 * (format == "fp8" and "TP" in layout), (format, listed, held)
+        expanded, held_expanded = listed_and_held(folders[format], layout, "expanded")
+        assert expanded == held_expanded
+        assert 0.4 < listed / expanded < 0.9
+
+
+def test_indexers_and_gguf_blocks_that_are_cut_are_expanded(tmp_path: Path):
+    """Q4_0 has blocks of 32 columns; TP 4 leaves 16 of down_proj's."""
+    sparse = make_checkpoint("GlmMoeDsaForCausalLM", tmp_path / "sparse", num_hidden_layers=2)
+    quantised = quantize_checkpoint(sparse, tmp_path / "nvfp4", "modelopt-nvfp4")
+    llama = make_checkpoint("LlamaForCausalLM", tmp_path / "hf")
+    file = write_gguf(llama, tmp_path / "m.gguf", "llama", GGMLQuantizationType.Q4_0)
+    for folder, layout in ((quantised, "PCP2 EP"), (file, "TP1"), (file, "TP4")):
+        listed, held = listed_and_held(folder, layout, "quantized")
+        assert listed == held, (folder, layout)

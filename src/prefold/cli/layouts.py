@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
+from prefold.checkpoint_files import TensorEntry, check_checkpoint_files
 from prefold.cli.options import Flag, number
 from prefold.config import ModelConfig, ParallelConfig
 from prefold.distributed.layouts import (
@@ -20,6 +21,7 @@ from prefold.distributed.layouts import (
     layout_options,
     legal_layouts,
 )
+from prefold.engine.weight_memory import with_weight_memory
 from prefold.hf_config import load_model_config
 
 if TYPE_CHECKING:
@@ -31,12 +33,15 @@ class LayoutsArgs:
     """List the parallel layouts that a model can have on N ranks, and why others are impossible.
 
     One layout per mesh DP x PP x PCP x TP, the most sensible DCP and EP with it, those to try first on top.
-    Only config.json is read, or a GGUF file's metadata. docs/choosing_a_layout.md explains the axes.
+    Only config.json is needed, or a GGUF file; no weight is read. docs/choosing_a_layout.md explains the
+    axes.
 
     Attributes:
         model: Folder of a Hugging Face checkpoint, or a GGUF file.
         world: Ranks.
         kv_cache_dtype: How the KV cache is stored. auto is the checkpoint's dtype.
+        weight_memory: Whether quantised weights count as they are stored or expanded. auto: as a start on
+            this machine would choose for the layout. Where there is only config.json they count as expanded.
         all: Every legal combination with DCP and EP.
         json: Print one JSON object, with every legal combination, instead of the table.
     """
@@ -44,6 +49,7 @@ class LayoutsArgs:
     model: Annotated[Positional[str], arg(metavar="MODEL")]
     world: Annotated[int, number()]
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "fp8_e4m3", "bf16", "fp8"] = "auto"
+    weight_memory: Literal["auto", "expanded", "quantized"] = "auto"
     all: Flag = False
     json: Flag = False
 
@@ -51,6 +57,8 @@ class LayoutsArgs:
 def run(args: LayoutsArgs) -> int:
     model = load_model_config(args.model)
     layouts = sorted(legal_layouts(model, args.world, args.kv_cache_dtype), key=preference)
+    if entries := stored_tensors(model.path, args.weight_memory):
+        layouts = with_weight_memory(layouts, args.weight_memory, model, entries, args.kv_cache_dtype)
     refusals = explain_illegal(model, args.world)
     if args.json:
         report = {
@@ -66,6 +74,16 @@ def run(args: LayoutsArgs) -> int:
     shown = layouts if args.all else best_of_meshes(layouts)
     print_report(make_console(), model, args.world, shown, len(layouts), refusals)
     return 0
+
+
+def stored_tensors(path: str, weight_memory: str) -> dict[str, TensorEntry]:
+    """Of the checkpoint; empty if there is only its config, unless its weights must be known."""
+    try:
+        return check_checkpoint_files(path)
+    except ValueError:
+        if weight_memory == "quantized":
+            raise
+        return {}
 
 
 def preference(layout: Layout) -> tuple[int, ...]:
@@ -144,6 +162,7 @@ def as_json(layout: Layout) -> dict[str, Any]:
         "heads_per_rank": layout.heads_per_rank,
         "layers_per_stage": list(layout.layers_per_stage),
         "weight_bytes_per_rank": layout.weight_bytes,
+        "weights_stay_quantized": layout.weights_stay_quantized,
         "why": why(parallel),
     }
 
@@ -192,6 +211,8 @@ def print_report(
             "KV shards: ranks that share the KV of a sequence. KV copies: ranks of a stage with the same "
             "part of it. The other columns are about one rank, the fullest: bytes of KV per token of a "
             "sequence, attention heads, experts of a layer, layers, bytes of weights."
+            + " q: quantised weights stay as they are stored."
+            * any(x.weights_stay_quantized for x in layouts)
         )
     if refusals:
         console.print()
@@ -238,7 +259,7 @@ def _cells(layout: Layout, model: ModelConfig) -> tuple[str, ...]:
         str(layout.heads_per_rank),
         _experts(layout, model),
         _span(layout.layers_per_stage),
-        _size(layout.weight_bytes),
+        _size(layout.weight_bytes) + " q" * layout.weights_stay_quantized,
     )
 
 

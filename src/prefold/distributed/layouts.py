@@ -5,13 +5,13 @@ The one place that knows: start-up, `prefold layouts` and every message about a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from prefold.config import DTYPES, ModelConfig, ParallelConfig
 from prefold.distributed.mesh import divides_plane
 from prefold.distributed.stages import check_stages, split_layers
-from prefold.flops import layer_parameters
+from prefold.flops import LayerParameters, layer_parameters
 from prefold.kv_spec import KVSpec, resolve_cache_dtype, row_bytes
 
 SIZES = (
@@ -206,6 +206,7 @@ class Layout:
         kv_bytes_per_token: of the fullest rank's cache, per token of a sequence (rounded up): what D ranks
             share is divided by D.
         weight_bytes: of the fullest rank's matrices and embeddings.
+        weights_stay_quantized: they are counted as they are stored.
     """
 
     parallel: ParallelConfig
@@ -217,6 +218,7 @@ class Layout:
     layers_per_stage: tuple[int, ...]
     kv_bytes_per_token: int
     weight_bytes: int
+    weights_stay_quantized: bool
 
 
 def legal_layouts(model: ModelConfig, world: int, cache_dtype: str = "auto") -> list[Layout]:
@@ -253,8 +255,17 @@ def _divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
-def describe_layout(model: ModelConfig, parallel: ParallelConfig, cache_dtype: str = "auto") -> Layout:
-    """What a rank holds in a layout that is legal."""
+LayerBytes = Callable[[int, int, int], LayerParameters]
+"""Bytes instead of weights, of (layer, TP size, parts of a routed expert). Layers are those of the model."""
+
+
+def describe_layout(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    cache_dtype: str = "auto",
+    layer_bytes: LayerBytes | None = None,
+) -> Layout:
+    """What a rank holds in a layout that is legal. Without `layer_bytes` weights have the model's dtype."""
     moe, tp, ep = model.moe, parallel.tensor_parallel_size, parallel.enable_expert_parallel
     spread = parallel.data_parallel_size * parallel.plane_size if ep else 1
     num_experts = moe.num_experts if moe is not None and _has_experts(model) else 0
@@ -273,21 +284,33 @@ def describe_layout(model: ModelConfig, parallel: ParallelConfig, cache_dtype: s
         layers_per_stage=tuple(map(len, stages)),
         kv_bytes_per_token=-(-kv.bytes_per_token // dcp),
         weight_bytes=max(
-            _stage_parameters(model, stage, tp, experts[1] / (1 if ep else tp)) for stage in stages
-        )
-        * DTYPES[model.dtype],
+            _stage_bytes(model, stage, tp, 1 if ep else tp, experts[1], layer_bytes or _in_dtype(model))
+            for stage in stages
+        ),
+        weights_stay_quantized=layer_bytes is not None,
     )
 
 
-def _stage_parameters(model: ModelConfig, stage: range, tp: int, experts: float) -> int:
-    """Weights of a rank of a stage; `experts`: how many whole experts its parts of them amount to."""
-    table = -(-model.vocab_size // tp) * model.hidden_size
+def _in_dtype(model: ModelConfig) -> LayerBytes:
+    def layer_bytes(layer: int, tp: int, expert_parts: int) -> LayerParameters:
+        weights, size = layer_parameters(model, layer), DTYPES[model.dtype]
+        sizes = (weights.whole, weights.split, weights.kv, weights.expert)
+        return LayerParameters(*(size * number for number in sizes))
+
+    return layer_bytes
+
+
+def _stage_bytes(
+    model: ModelConfig, stage: range, tp: int, expert_parts: int, experts: int, layer_bytes: LayerBytes
+) -> int:
+    """Of a rank of a stage that has a part of so many experts."""
+    table = -(-model.vocab_size // tp) * model.hidden_size * DTYPES[model.dtype]
     first, last = stage.start == 0, stage.stop == model.num_layers
     one_table = first and last and model.tie_word_embeddings
     total = table * (int(first) + int(last) - int(one_table))
     for layer in stage:
-        weights = layer_parameters(model, layer)
-        total += weights.whole + weights.split // tp + int(weights.expert * experts)
+        weights = layer_bytes(layer, tp, expert_parts)
+        total += weights.whole + weights.split // tp + weights.expert * experts // expert_parts
         total += weights.kv * model.attention.kv_head_repetition(tp) // tp
     return total
 

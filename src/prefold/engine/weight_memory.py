@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from prefold.checkpoint_files import TensorEntry
 from prefold.config import ModelConfig, ParallelConfig
-from prefold.distributed.layouts import describe_layout
+from prefold.distributed.layouts import Layout, describe_layout
 from prefold.hardware import available_memory
+from prefold.weight_sizes import WeightSizes
 
 logger = logging.getLogger("prefold")
 
@@ -59,3 +60,21 @@ def resolve_weight_memory(
         free / 2**20,
     )
     return chosen
+
+
+def with_weight_memory(
+    layouts: Iterable[Layout],
+    asked: str,
+    model: ModelConfig,
+    entries: Mapping[str, TensorEntry],
+    cache_dtype: str = "auto",
+) -> list[Layout]:
+    """The layouts of a checkpoint with the weights that their ranks would hold. Arguments and errors as of
+    `resolve_weight_memory`."""
+    sizes, found = None, []
+    for layout in layouts:
+        if resolve_weight_memory(asked, model, layout.parallel, entries) == "quantized":
+            sizes = sizes or WeightSizes(model, entries)
+            layout = describe_layout(model, layout.parallel, cache_dtype, sizes.layer)
+        found.append(layout)
+    return found
