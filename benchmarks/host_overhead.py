@@ -23,9 +23,7 @@ from prefold.config import (
     CacheConfig,
     EngineConfig,
     MLAConfig,
-    ModelConfig,
     ParallelConfig,
-    RopeConfig,
     RuntimeConfig,
     SchedulerConfig,
 )
@@ -37,31 +35,16 @@ from prefold.engine.output_processor import OutputProcessor
 from prefold.kv_ownership import KVOwnership
 from prefold.request import SamplingParams
 from prefold.step import ModelRunnerOutput, SchedulerOutput, StepStats
+from prefold.testing.model_config import mla_model_config
 from prefold.worker.global_batch import GlobalBatch
 from prefold.worker.pcp_manager import InputBatch
 from prefold.worker.request_states import RequestStates
 from prefold.worker.step_plan import RankPlace
 
-MODEL = ModelConfig(
-    path="",
-    architecture="DeepseekV3ForCausalLM",
+MODEL = mla_model_config(
     vocab_size=100_000,
-    hidden_size=1024,
-    intermediate_size=1024,
-    num_layers=4,
     num_heads=16,
-    rms_norm_eps=1e-6,
-    qk_norm_eps=1e-6,
-    hidden_act="silu",
-    tie_word_embeddings=False,
-    attention_bias=False,
-    mlp_bias=False,
     mla=MLAConfig(None, 512, 128, 64, 128),
-    rope=RopeConfig("default", 10000.0, 64, 4096, True),
-    softmax_scale=1.0,
-    moe=None,
-    moe_layers=(False,) * 4,
-    dtype="float32",
     max_position_embeddings=100_000,
 )
 

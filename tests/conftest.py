@@ -1,4 +1,5 @@
-"""What holds for all tests: the order of the files, and less work for Python's garbage collector."""
+"""What holds for all tests: the order of the files, hypothesis's settings, and less work for Python's
+garbage collector."""
 
 from __future__ import annotations
 
@@ -6,6 +7,12 @@ import gc
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# A busy machine says nothing about an example. `scripts/test` as a whole takes hypothesis's own "ci" instead:
+# the same, with the same examples in every run.
+settings.register_profile("prefold", deadline=None)
+settings.load_profile("prefold")
 
 LONG_FILES = [
     "e2e/test_demo_model.py",

@@ -93,7 +93,6 @@ def check(mesh: Mesh, traces: list[list[Call]]) -> None:
 
 @settings(
     max_examples=6,
-    deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

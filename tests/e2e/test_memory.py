@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from prefold import LLM, SamplingParams
-from prefold.testing import make_checkpoint
+from prefold.testing.checkpoints import make_checkpoint
 
 NUM_TOKENS = 700
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from prefold.control import PING, STEP, Channel, Message, NodeHello, RankHello, decode, encode
@@ -23,7 +23,6 @@ def pair() -> Iterator[tuple[Channel, Channel]]:
     bodies=st.lists(st.binary(max_size=300), min_size=1, max_size=8),
     cuts=st.lists(st.integers(1, 60), min_size=1, max_size=20),
 )
-@settings(deadline=None)
 def test_messages_arrive_whole_in_whatever_pieces(bodies: list[bytes], cuts: list[int]):
     ours, theirs = socket.socketpair()
     sender, raw = Channel(ours), theirs

@@ -16,10 +16,7 @@ import pytest
 from prefold.config import (
     CacheConfig,
     EngineConfig,
-    MLAConfig,
-    ModelConfig,
     ParallelConfig,
-    RopeConfig,
     RuntimeConfig,
     SchedulerConfig,
 )
@@ -28,30 +25,10 @@ from prefold.engine.executor import EngineDeadError
 from prefold.engine.llm import LLM
 from prefold.request import RequestOutput, SamplingParams
 from prefold.step import ModelRunnerOutput, SchedulerOutput, StepStats
+from prefold.testing.model_config import mla_model_config
 
 VOCAB = 1000
-MODEL = ModelConfig(
-    path="",
-    architecture="DeepseekV3ForCausalLM",
-    vocab_size=VOCAB,
-    hidden_size=8,
-    intermediate_size=8,
-    num_layers=4,
-    num_heads=2,
-    rms_norm_eps=1e-6,
-    qk_norm_eps=1e-6,
-    hidden_act="silu",
-    tie_word_embeddings=False,
-    attention_bias=False,
-    mlp_bias=False,
-    mla=MLAConfig(None, 8, 4, 4, 4),
-    rope=RopeConfig("default", 10000.0, 4, 4096, True),
-    softmax_scale=1.0,
-    moe=None,
-    moe_layers=(False,) * 4,
-    dtype="float32",
-    max_position_embeddings=8192,
-)
+MODEL = mla_model_config(vocab_size=VOCAB)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
 
 

@@ -4,30 +4,18 @@ from dataclasses import replace
 
 import pytest
 
-from prefold.config import DSAConfig, MLAConfig, ModelConfig, MoEConfig, RopeConfig
+from prefold.config import DSAConfig, MLAConfig, MoEConfig
 from prefold.flops import prefill_flops
+from prefold.testing.model_config import mla_model_config
 
 MOE = MoEConfig(8, 2, 6, 1, 1, 1, "sigmoid", "noaux_tc", True, 1.0)
-MODEL = ModelConfig(
-    path="",
-    architecture="DeepseekV3ForCausalLM",
-    vocab_size=100,
+MODEL = mla_model_config(
     hidden_size=10,
     intermediate_size=20,
     num_layers=1,
-    num_heads=2,
-    rms_norm_eps=1e-6,
-    qk_norm_eps=1e-6,
-    hidden_act="silu",
-    tie_word_embeddings=False,
-    attention_bias=False,
-    mlp_bias=False,
     mla=MLAConfig(q_lora_rank=None, kv_lora_rank=5, qk_nope_head_dim=3, qk_rope_head_dim=2, v_head_dim=4),
-    rope=RopeConfig("default", 1e4, 2, 128, True),
-    softmax_scale=1.0,
     moe=MOE,
     moe_layers=(False,),
-    dtype="float32",
     max_position_embeddings=128,
 )
 

@@ -5,7 +5,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from prefold import kv_ownership, kv_spec
@@ -115,7 +115,6 @@ def ownerships(draw: st.DrawFn) -> KVOwnership:
     return KVOwnership(interleave * draw(st.integers(1, 8)), draw(st.integers(1, 64)), interleave)
 
 
-@settings(deadline=None)
 @given(ownership=ownerships(), position=st.integers(0, 2**40))
 def test_length_and_index_agree(ownership: KVOwnership, position: int):
     """Also beyond 32 bits: a position's index is the number of tokens its owner holds before it."""
@@ -130,7 +129,6 @@ def test_length_and_index_agree(ownership: KVOwnership, position: int):
     assert (before[:-1] >= before[1:]).all()
 
 
-@settings(deadline=None)
 @given(ownership=ownerships(), seq_lens=st.lists(st.integers(0, 10**6), max_size=6))
 def test_shapes_of_any_kind(ownership: KVOwnership, seq_lens: list[int]):
     lengths = ownership.local_lengths(np.array(seq_lens, np.int32).reshape(-1, 1))

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from prefold.config import DSAConfig, MLAConfig, ModelConfig, MoEConfig, ParallelConfig, RopeConfig
+from prefold.config import DSAConfig, MLAConfig, ModelConfig, MoEConfig, ParallelConfig
 from prefold.distributed import layouts
 from prefold.distributed.layouts import (
     check_context_attention,
@@ -22,29 +22,15 @@ from prefold.distributed.layouts import (
     legal_layouts,
     legal_tensor_parallel_sizes,
 )
+from prefold.testing.model_config import mla_model_config
 from prefold.traffic import experts_of
 
 MOE = MoEConfig(10, 2, 6, 2, 1, 1, "sigmoid", "noaux_tc", True, 1.0)
-MODEL = ModelConfig(
-    path="",
-    architecture="DeepseekV3ForCausalLM",
-    vocab_size=100,
-    hidden_size=16,
-    intermediate_size=24,
+MODEL = mla_model_config(
     num_layers=5,
     num_heads=12,
-    rms_norm_eps=1e-6,
-    qk_norm_eps=1e-6,
-    hidden_act="silu",
-    tie_word_embeddings=False,
-    attention_bias=False,
-    mlp_bias=False,
     mla=MLAConfig(q_lora_rank=None, kv_lora_rank=5, qk_nope_head_dim=3, qk_rope_head_dim=2, v_head_dim=4),
-    rope=RopeConfig("default", 1e4, 2, 128, True),
-    softmax_scale=1.0,
     moe=MOE,
-    moe_layers=(False, True, True, True, True),
-    dtype="float32",
     max_position_embeddings=128,
 )
 """12 heads, dense MLP 24, experts of 6, shared experts of 12: TP 4 and 12 only with EP."""

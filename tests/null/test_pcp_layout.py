@@ -20,7 +20,7 @@ from prefold.distributed.pcp_layout import (
 )
 
 # No limits on time: the tests may share the machine.
-PROPERTY = settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow])
+PROPERTY = settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow])
 SIZES = range(1, 17)
 COMPUTED = st.one_of(st.just(0), st.integers(0, 100), st.integers(0, 2_000_000))
 SCHEDULED = st.one_of(st.just(1), st.integers(1, 40), st.integers(1, 400))

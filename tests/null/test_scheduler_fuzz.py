@@ -325,4 +325,4 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)
+TestScheduler.settings = settings(max_examples=120, stateful_step_count=30)

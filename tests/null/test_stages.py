@@ -5,35 +5,23 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from prefold.config import DSAConfig, MLAConfig, ModelConfig, MoEConfig, RopeConfig
+from prefold.config import DSAConfig, MLAConfig, MoEConfig
 from prefold.distributed import stages
 from prefold.distributed.stages import TYPICAL_TOKENS, split_costs, split_layers
 from prefold.flops import layer_flops
+from prefold.testing.model_config import mla_model_config
 
-MODEL = ModelConfig(
-    path="",
-    architecture="DeepseekV3ForCausalLM",
+MODEL = mla_model_config(
     vocab_size=1000,
     hidden_size=64,
     intermediate_size=256,
     num_layers=7,
     num_heads=4,
-    rms_norm_eps=1e-6,
-    qk_norm_eps=1e-6,
-    hidden_act="silu",
-    tie_word_embeddings=False,
-    attention_bias=False,
-    mlp_bias=False,
     mla=MLAConfig(q_lora_rank=None, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8),
-    rope=RopeConfig("default", 1e4, 4, 8192, True),
-    softmax_scale=1.0,
     moe=MoEConfig(64, 4, 32, 1, 1, 1, "sigmoid", "noaux_tc", True, 1.0),
-    moe_layers=(False, *(True,) * 6),
-    dtype="float32",
-    max_position_embeddings=8192,
 )
 
 
@@ -48,7 +36,6 @@ def every_split(num_layers: int, num_stages: int):
         yield [range(start, end) for start, end in itertools.pairwise([0, *cuts, num_layers])]
 
 
-@settings(deadline=None)
 @given(costs=st.lists(st.integers(1, 30), min_size=1, max_size=9), data=st.data())
 def test_no_split_has_a_cheaper_costliest_stage_or_is_more_even(costs: list[int], data: st.DataObject):
     num_stages = data.draw(st.integers(1, len(costs)))

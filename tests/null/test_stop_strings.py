@@ -72,7 +72,7 @@ def naive(text, stop):
     return None
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(text=st.text(alphabet="abc", max_size=20), stop=st.lists(letters, min_size=1, max_size=3))
 def test_one_character_at_a_time(text, stop):
     state = StoppableText(tuple(stop))
@@ -89,7 +89,7 @@ def test_one_character_at_a_time(text, stop):
     assert (state.stopped_by is not None) == (expected is not None)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(
     pieces=st.lists(st.text(alphabet="abc", max_size=5), max_size=8),
     stop=st.lists(letters, min_size=1, max_size=3),

@@ -21,7 +21,6 @@ schemathesis = pytest.importorskip("schemathesis")
 PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
 FEW = settings(
     max_examples=12,
-    deadline=None,
     derandomize=True,
     database=None,
     suppress_health_check=list(HealthCheck),

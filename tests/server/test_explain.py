@@ -19,36 +19,24 @@ from prefold.config import (
     CacheConfig,
     EngineConfig,
     MLAConfig,
-    ModelConfig,
     MoEConfig,
     ParallelConfig,
-    RopeConfig,
     RuntimeConfig,
     SchedulerConfig,
 )
 from prefold.engine.async_engine import EngineStatus
 from prefold.metrics import EngineSnapshot, RequestState, StepRecord, Totals
 from prefold.server.explain import explain, explain_router
+from prefold.testing.model_config import mla_model_config
 
-MODEL = ModelConfig(
+MODEL = mla_model_config(
     path="/models/m",
-    architecture="DeepseekV3ForCausalLM",
-    vocab_size=1000,
-    hidden_size=64,
-    intermediate_size=128,
     num_layers=6,
     num_heads=8,
-    rms_norm_eps=1e-6,
-    qk_norm_eps=1e-6,
-    hidden_act="silu",
-    tie_word_embeddings=False,
-    attention_bias=False,
-    mlp_bias=False,
+    hidden_size=64,
     mla=MLAConfig(None, 32, 16, 8, 16),
-    rope=RopeConfig("default", 1e4, 8, 4096, False),
     softmax_scale=0.2,
     moe=MoEConfig(16, 2, 32, 1, 1, 1, "sigmoid", "noaux_tc", True, 1.0),
-    moe_layers=(False, *[True] * 5),
     dtype="bfloat16",
     max_position_embeddings=4096,
 )

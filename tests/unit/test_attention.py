@@ -193,7 +193,7 @@ def test_keys_that_a_token_does_not_see(backend: AttentionBackend, causal: bool,
     name=st.sampled_from(BACKENDS),
     order=st.randoms(use_true_random=False),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_keys_may_come_in_any_pieces_and_order(
     starts: list[int], first_tokens: list[int], magnitude: float, name: str, order
 ):
@@ -320,7 +320,7 @@ def test_merge_of_all_pairs_of_rows():
 @given(
     st.lists(st.sampled_from([*ROWS.values(), (1.0, 2.0), (-2.0, 1.9), (5.0, 0.0)]), min_size=3, max_size=7)
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_merge_is_associative(rows: list[tuple[float, float]]):
     def tensors(row: tuple[float, float]) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.full((1, 1, 2), row[0]), torch.full((1, 1), row[1])
@@ -397,7 +397,7 @@ def check_segments(runs: Sequence[Run], num_computed: int) -> None:
     min_split=st.integers(0, 32),
     offset=st.integers(0, 5),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_segments_cover_the_causal_pairs_of_the_partition(
     num_computed: int, num_scheduled: int, size: int, min_split: int, offset: int
 ):
@@ -416,7 +416,7 @@ def test_segments_cover_the_causal_pairs_of_the_partition(
 
 
 @given(st.lists(st.integers(1, 8), min_size=2, max_size=7), st.integers(0, 2), st.integers(0, 3))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_segments_of_any_runs(widths: list[int], computed_at: int, offset: int):
     """Runs with any gaps before, between and behind them, also none."""
     edges = np.cumsum([0, *widths]).tolist()
@@ -431,7 +431,7 @@ def test_segments_of_any_runs(widths: list[int], computed_at: int, offset: int):
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=6).map(sorted))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_prefixes_of_any_lengths(lengths: list[int]):
     """Each query sees its own number of keys, in segments that several queries share."""
     segments = prefix_segments(lengths)

@@ -123,7 +123,7 @@ def test_more_queries_than_travel_at_once_read_keys_again():
     st.lists(st.tuples(st.integers(1, 100_000), st.integers(1, 5000)), min_size=1, max_size=10),
     st.sampled_from(LAYOUTS),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_any_batch_gets_legal_ways(requests: list[tuple[int, int]], sizes: tuple[int, int]):
     """And the same when asked again: there is no state."""
     layout = ways(*sizes)

@@ -177,7 +177,6 @@ def test_bfloat16_of_a_float32_source_warns_and_stays_near(tmp_path):
 
 
 @given(st.integers(0, 70_000))
-@settings(deadline=None)
 def test_four_squares(number):
     squares = four_squares(number)
     assert sum(root * root for root in squares) == number
@@ -185,7 +184,7 @@ def test_four_squares(number):
 
 
 @given(st.integers(1, 1500), st.floats(2.0**-60, 2.0**11), st.integers(0, 2**31))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_identity_norm_returns_its_values_bit_for_bit(width, size, seed):
     norm = IdentityNorm.of_width(width)
     assert norm.rank % 16 == 0
@@ -230,7 +229,7 @@ def test_half_split_of_the_documented_example():
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 5), st.integers(0, 5), st.data())
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_scores_of_wide_queries_are_the_heads_own_scores(group, kv_heads, pairs, nope, data):
     """Before the rotation: <wide q of head h, wide k> = <q of head h, k of its KV head>."""
     mapping = MLAMapping(tiny_spec(group * kv_heads, kv_heads, 2 * pairs), nope)

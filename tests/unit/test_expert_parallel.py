@@ -127,7 +127,7 @@ def test_every_size_equals_one_rank(size: int, moe: MoEConfig):
     assert [result.expert_elements for result in results] == [n * per_expert for n in held]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     mesh=st.sampled_from(MESHES[:12]),
     num_experts=st.integers(1, 11),

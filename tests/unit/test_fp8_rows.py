@@ -48,7 +48,7 @@ def all_ways(shape: fp8.FP8Rows, rows: torch.Tensor) -> tuple[torch.Tensor, torc
     return stored, decoded
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     shape=st.sampled_from(SHAPES),
     scale=st.integers(-150, 126),

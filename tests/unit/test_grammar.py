@@ -152,7 +152,7 @@ SCHEMAS = st.recursive(
 )
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(described=SCHEMAS, seed=st.integers(0, 1000))
 def test_every_text_follows_its_schema(llm: ThreadLLM, tokenizer: Tokenizer, described: Described, seed: int):
     schema, holds = described

@@ -113,7 +113,7 @@ def definition(layer: MoE, x: torch.Tensor) -> torch.Tensor:
     return out if layer.shared is None else out + mlp(layer.shared.gate_up.weight, layer.shared.down.weight)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(num_tokens=st.integers(0, 120), shared=st.integers(0, 2), seed=st.integers(0, 1000))
 def test_experts_equal_the_definition(num_tokens: int, shared: int, seed: int):
     moe = MoEConfig(8, 2, 16, shared, 1, 1, "sigmoid", "noaux_tc", True, 1.5)

@@ -118,7 +118,7 @@ params_strategy = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_a_mixed_batch_does_what_its_parameters_say(data):
     vocab_size = 8
@@ -226,7 +226,7 @@ def test_draws_of_neighbouring_seeds_and_steps_are_independent(shift):
     assert chi_square_ok(pairs, np.full(vocab_size**2, vocab_size**-2))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_a_draw_does_not_depend_on_the_batch(data):
     vocab_size = 40

@@ -67,7 +67,7 @@ def test_min_p_one_keeps_only_the_likeliest():
     assert kept([[0.0, -1e-6, 0.0, -5.0]], min_p=1.0) == [[0, 2]]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_the_number_of_candidates_changes_nothing(data):
     vocab_size = data.draw(st.integers(1, 40))
@@ -122,7 +122,7 @@ def test_seeds_beyond_64_bits_and_negative_ones_are_taken_modulo():
     assert len({draw_key(seed, step) for seed in range(30) for step in range(30)}) == 900
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_logprobs_and_ranks(data):
     vocab_size = data.draw(st.integers(1, 12))

@@ -18,7 +18,7 @@ torch.set_num_threads(1)
 HEADS, DIM, RANK, WIDTH = 3, 6, 4, 9
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     n=st.integers(0, 7),
     topk=st.integers(1, 9),

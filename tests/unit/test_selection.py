@@ -33,7 +33,7 @@ def brute_force(index: IndexQueries, keys: torch.Tensor, run: Run, topk: int) ->
     return found
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     topk=st.integers(1, 9),
     tile=st.integers(1, 40),

@@ -106,7 +106,7 @@ def assert_streams_to(tokenizer, token_ids, expected, skip=True):
     assert "".join(pieces) + rest == expected
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data(), skip=st.booleans())
 def test_random_ids_stream_to_what_decode_gives(byte_level, byte_fallback, metaspace, wordpiece, data, skip):
     tokenizer = data.draw(st.sampled_from([byte_level, byte_fallback, metaspace, wordpiece]))
@@ -119,7 +119,7 @@ def test_random_ids_stream_to_what_decode_gives(byte_level, byte_fallback, metas
     assert_streams_to(tokenizer, token_ids, hf_decode(tokenizer, known, skip), skip)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_random_bytes_stream_to_what_decode_gives(byte_level, byte_fallback, data):
     tokenizer = data.draw(st.sampled_from([byte_level, byte_fallback]))
@@ -134,7 +134,7 @@ def test_random_bytes_stream_to_what_decode_gives(byte_level, byte_fallback, dat
         assert expected == bytes(values).decode("utf-8", errors="replace")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data(), text=st.text(max_size=40))
 def test_unicode_text_streams_without_replacement_characters(byte_level, byte_fallback, data, text):
     tokenizer = data.draw(st.sampled_from([byte_level, byte_fallback]))

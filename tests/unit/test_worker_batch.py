@@ -109,7 +109,7 @@ REQUESTS = st.lists(
 
 
 @given(requests=REQUESTS, block_size=st.integers(1, 9), shuffle=st.randoms(use_true_random=False))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_batch_against_plain_python(requests: list[tuple[int, int, int]], block_size: int, shuffle):
     states = RequestStates(len(requests) + 1, 60, block_size)
     blocks = list(range(100, 600))
@@ -189,7 +189,7 @@ def test_what_must_never_happen_is_noticed():
     hidden_dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     dims=st.tuples(st.integers(1, 3), st.integers(1, 9), st.integers(1, 7)),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_exchange_layout(decode_tokens: list[int], data, kv_dtype, hidden_dtype, dims: tuple[int, int, int]):
     size = len(decode_tokens)
     rank_of = np.array(data.draw(st.lists(st.integers(0, size - 1), max_size=9)), dtype=np.int64)
