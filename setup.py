@@ -2,6 +2,7 @@
 
 from glob import glob
 from pathlib import Path
+from runpy import run_path
 from tempfile import TemporaryDirectory
 
 from setuptools import Extension, setup
@@ -10,6 +11,8 @@ from setuptools.errors import CompileError, LinkError
 
 FOLDER = "src/prefold/kernels"
 OPENMP = "-fopenmp"
+
+digest = run_path(f"{FOLDER}/sources.py")["digest"]
 
 
 class BuildKernels(build_ext):
@@ -43,6 +46,7 @@ setup(
             "prefold.kernels._native",
             sorted(glob(f"{FOLDER}/*.cpp")),
             depends=sorted(glob(f"{FOLDER}/*.h") + glob(f"{FOLDER}/*.inl")),
+            define_macros=[("PREFOLD_SOURCES", f'"{digest(Path(FOLDER))}"')],
             extra_compile_args=["-O3", "-std=c++17", "-Wno-psabi", "-Wno-maybe-uninitialized"],
             # Without a C++ compiler the package installs all the same, and torch does the work.
             optional=True,

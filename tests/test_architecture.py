@@ -93,6 +93,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "attention",
         "control",
         "distributed",
+        "kernels",
         "kv_spec",
         "kv_ownership",
         "layers",

@@ -102,7 +102,12 @@ class InProcessExecutor:
         from prefold.worker.worker import start_worker  # imports torch: only where a rank runs
 
         self._worker: Worker | None = start_worker(config, 0, None)
-        logger.info("rank 0 is ready: %.0f MiB of weights", self._worker.info().weight_bytes / 2**20)
+        info = self._worker.info()
+        logger.info(
+            "rank 0 is ready: %.0f MiB of weights, kernels: %s", info.weight_bytes / 2**20, info.kernels
+        )
+        if info.kernels_problem:
+            logger.warning("%s", info.kernels_problem)
         self._wakeup = wakeup
         self._steps: deque[SchedulerOutput] = deque()
 
@@ -194,7 +199,7 @@ class MultiProcessExecutor:
         from prefold.worker.info import WorkerInfo
 
         digest = self._config.digest()
-        waiting = list(self._ranks.ranks)
+        waiting, problem = list(self._ranks.ranks), ""
         while waiting:
             self._poll(POLL_S)
             for rank in [rank for rank in waiting if rank.ready is not None]:
@@ -203,13 +208,17 @@ class MultiProcessExecutor:
                 if info.digest != digest:
                     self._fail(RankFailure(f"rank {rank.rank} runs another configuration: {info.digest}"))
                 logger.info(
-                    "rank %d is ready: process %d on cores %s, %.0f MiB of weights",
+                    "rank %d is ready: process %d on cores %s, %.0f MiB of weights, kernels: %s",
                     rank.rank,
                     info.pid,
                     info.cores,
                     info.weight_bytes / 2**20,
+                    info.kernels,
                 )
+                problem = problem or info.kernels_problem
                 waiting.remove(rank)
+        if problem:
+            logger.warning("%s", problem)
         self._ranks.limit_s = self._config.runtime.collective_timeout_s
 
     @property

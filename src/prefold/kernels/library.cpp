@@ -24,6 +24,9 @@ int prefold_instruction_set() {
     return PORTABLE;
 }
 
+// By which library.py knows whether the library is that of the sources beside it.
+const char* prefold_sources() { return PREFOLD_SOURCES; }
+
 // Threads that kernels take when the calling thread calls them: torch's number, or 1 without OpenMP.
 int prefold_num_threads() {
 #if defined(_OPENMP)

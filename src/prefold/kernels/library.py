@@ -1,8 +1,8 @@
 """The shared library of native kernels: compiled when the package is installed, if there is a C++ compiler.
 
-Each kernel has a module that describes its contract and calls it. Where the library is missing,
-`is_available` says so and callers take torch. Kernels split their work over the calling thread's number of
-threads (parallel.h): the library takes the OpenMP that torch has loaded, so both have one pool, and
+Each kernel has a module that describes its contract and calls it. Where the library is missing, or older than
+its sources, `is_available` says so and callers take torch. Kernels split their work over the calling thread's
+number of threads (parallel.h): the library takes the OpenMP that torch has loaded, so both have one pool, and
 torch.set_num_threads holds for both.
 """
 
@@ -15,20 +15,48 @@ from typing import Any
 
 import torch
 
+from prefold.kernels.sources import digest
+
 INSTRUCTION_SETS = ("portable", "avx2", "avx512")
 
 
-def _load_library() -> ctypes.CDLL | None:
-    for path in sorted(Path(__file__).parent.glob("_native*.so")):
+_BUILD = "build it with `pip install -e .` or `python setup.py build_ext --inplace`"
+_COST = "torch does its work, and a decode step takes two to three times as long"
+
+
+def _load_library(folder: Path) -> tuple[ctypes.CDLL | None, str]:
+    """The library in the folder, or why there is none, and what to do."""
+    sources = digest(folder)
+    problem = f"The library of native kernels was not built: {_COST}. With a C++ compiler, {_BUILD}."
+    for path in sorted(folder.glob("_native*.so")):
         try:
-            return ctypes.CDLL(str(path))
-        except OSError:  # built for another machine
+            found = ctypes.CDLL(str(path))
+        except OSError as error:  # built for another machine
+            problem = f"The library of native kernels cannot be loaded ({error}): {_COST}; {_BUILD}."
             continue
-    return None
+        if not sources or _digest_of(found) == sources:
+            return found, ""
+        problem = f"The library of native kernels is older than its sources: {_COST}; {_BUILD}."
+    return None, problem
 
 
-_LIBRARY = _load_library()
+def _digest_of(library: ctypes.CDLL) -> str:
+    """Of the sources it was built from."""
+    try:
+        function = library.prefold_sources
+    except AttributeError:  # older than this function
+        return ""
+    function.restype = ctypes.c_char_p
+    return function().decode()
+
+
+_LIBRARY, _PROBLEM = _load_library(Path(__file__).parent)
 _BEST = -1 if _LIBRARY is None else _LIBRARY.prefold_instruction_set()
+
+
+def problem() -> str:
+    """Why there are no native kernels, what that costs, and what to do; empty if there are."""
+    return _PROBLEM
 
 
 def instruction_sets() -> tuple[str, ...]:
@@ -37,7 +65,7 @@ def instruction_sets() -> tuple[str, ...]:
 
 
 def is_available() -> bool:
-    """Whether callers may take native kernels: the library was built."""
+    """Whether callers may take native kernels; if not, `problem` says why."""
     return _LIBRARY is not None
 
 

@@ -14,3 +14,7 @@ class WorkerInfo(msgspec.Struct):
     """Of the configuration it runs: equal on all ranks."""
     cores: list[int]
     weight_bytes: int
+    kernels: str
+    """What computes: the native kernels' instruction set, or torch."""
+    kernels_problem: str
+    """Why there are no native kernels where there should be, in whole sentences; empty if there are."""

@@ -12,6 +12,7 @@ import torch
 from prefold.config import EngineConfig
 from prefold.distributed.group import Group, init_distributed, make_groups
 from prefold.distributed.mesh import Mesh
+from prefold.kernels import library
 from prefold.step import ModelRunnerOutput, SchedulerOutput
 from prefold.worker.info import WorkerInfo
 from prefold.worker.model_runner import ModelRunner
@@ -34,7 +35,16 @@ class Worker:
 
     def info(self) -> WorkerInfo:
         cores = sorted(os.sched_getaffinity(0))
-        return WorkerInfo(self.rank, os.getpid(), self.config.digest(), cores, self.runner.weight_bytes)
+        is_native = self.config.runtime.device == "cpu" and library.is_available()
+        return WorkerInfo(
+            rank=self.rank,
+            pid=os.getpid(),
+            digest=self.config.digest(),
+            cores=cores,
+            weight_bytes=self.runner.weight_bytes,
+            kernels=f"native, {library.instruction_sets()[-1]}" if is_native else "torch",
+            kernels_problem=library.problem() if self.config.runtime.device == "cpu" else "",
+        )
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput | None:
         """See ModelRunner.execute."""
