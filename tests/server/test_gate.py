@@ -31,6 +31,20 @@ async def test_api_keys(make_client: Any):
             assert (await client.get(path)).status_code == 200
 
 
+async def test_head_is_get_without_a_body(client: httpx.AsyncClient, make_client: Any):
+    """Some watch a server that way."""
+    for path, status in (("/health", 200), ("/v1/models", 200), ("/nothing", 404), ("/v1/completions", 405)):
+        assert (await client.head(path)).status_code == status
+    async with make_client(api_keys=("k",)) as other:
+        assert (await other.head("/v1/models")).status_code == 401
+
+
+async def test_compressed_bodies_are_not_read(client: httpx.AsyncClient):
+    for coding, status in (("gzip", 415), ("br", 415), ("Identity", 200)):
+        response = await client.post("/v1/completions", json=BODY, headers={"content-encoding": coding})
+        assert (response.status_code, status == 200 or coding in response.text) == (status, True)
+
+
 async def test_request_ids(client: httpx.AsyncClient):
     response = await client.get("/version", headers={"x-request-id": "mine-1"})
     assert response.headers["x-request-id"] == "mine-1"

@@ -104,7 +104,7 @@ def run(args: ServeArgs) -> int:
         max_body_bytes=int(args.max_body_mb * MIB),
         request_timeout_s=args.request_timeout,
         drain_timeout_s=args.drain_timeout,
-        chat_template=None if args.chat_template is None else _read(args.chat_template),
+        chat_template=None if args.chat_template is None else _read("--chat-template", args.chat_template),
         tool_call_parser=args.tool_call_parser,
         defaults=read_sampling_defaults(folder) if args.generation_config == "auto" else None,
         log_requests=args.log_requests,
@@ -160,7 +160,8 @@ def _check(args: ServeArgs) -> None:
 def _api_keys(args: ServeArgs) -> tuple[str, ...]:
     keys = list(args.api_key)
     if args.api_key_file is not None:
-        in_file = [line.strip() for line in _read(args.api_key_file).splitlines() if line.strip()]
+        lines = _read("--api-key-file", args.api_key_file).splitlines()
+        in_file = [line.strip() for line in lines if line.strip()]
         if not in_file:
             raise ValueError(f"--api-key-file {args.api_key_file} holds no key")
         keys += in_file
@@ -169,5 +170,11 @@ def _api_keys(args: ServeArgs) -> tuple[str, ...]:
     return tuple(keys)
 
 
-def _read(file: str) -> str:
-    return Path(file).expanduser().read_text(encoding="utf-8")
+def _read(option: str, file: str) -> str:
+    """A file's text. ValueError names it if it cannot be read."""
+    try:
+        return Path(file).expanduser().read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{option} {file} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{option} {file} is no text in UTF-8") from None

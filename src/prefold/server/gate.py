@@ -53,6 +53,12 @@ class Gate:
         self._state.enter()
         try:
             self._check_key(scope, headers)
+            if (coding := headers.get("content-encoding", "identity")).lower() != "identity":
+                raise APIError(
+                    415, f"a body in content-encoding {coding[:40]!r} is not read: send it as it is"
+                )
+            if scope["method"] == "HEAD":  # as GET is; the web server leaves the body out
+                scope = {**scope, "method": "GET"}
             await self._app(scope, self._limited(headers, receive, scope["state"]["deadline"]), response.send)
         except APIError as error:
             await self._answer(error, scope, receive, response)
