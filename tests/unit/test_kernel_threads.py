@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from prefold.kernels import fp8, indexer, library, native
+from prefold.kernels.quantized import QuantizedMatrix
 
 THREADS = (1, 2, 3)
 
@@ -83,6 +84,20 @@ def test_fp8_rows() -> None:
         return torch.cat((stored, result.view(torch.uint8)), dim=1)
 
     check_all_threads(there_and_back)
+
+
+def test_matrices_that_stay_quantised() -> None:
+    """The number of rows is no multiple of what a thread takes at a time."""
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 256, (301, 8, 34), generator=generator, dtype=torch.uint8)
+    codes[:, :, :2] = torch.rand(301, 8, 1, generator=generator).half().view(torch.uint8)
+    matrix = QuantizedMatrix("q8_0", (301, 256), torch.bfloat16, codes.flatten(1))
+    values, out = torch.empty(299, 256), torch.empty(2, 301)
+    check_all_threads(lambda name: matrix.expand(slice(1, 300), values.fill_(torch.nan), name))
+    assert values.isfinite().all()
+    for x in torch.randn(1, 256, generator=generator), torch.randn(2, 256, generator=generator):
+        check_all_threads(lambda name, x=x: matrix.linear(x, out[: len(x)].fill_(torch.nan), name))
+    assert out.isfinite().all()
 
 
 @pytest.mark.parametrize("num_queries", [1, 3, 17, 40])

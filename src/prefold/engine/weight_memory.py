@@ -27,8 +27,9 @@ EXPANDED_SHARE = 0.5
 def resolve_weight_memory(
     asked: str, model: ModelConfig, parallel: ParallelConfig, entries: Mapping[str, TensorEntry]
 ) -> str:
-    """ "expanded" or "quantized". auto expands, which computes a little faster, unless the weights of all
-    ranks of a machine would then take more than half of its free memory.
+    """ "expanded" or "quantized". auto expands, which prefills a little faster (quantised weights decode
+    faster: fewer bytes are read), unless the weights of all ranks of a machine would then take more than
+    half of its free memory.
 
     Args:
         entries: the checkpoint's tensors.

@@ -33,7 +33,9 @@ _Matrix = library.structure(
     ("codes", "scales", "groups"),
 )
 _array = (ctypes.c_void_p, ctypes.c_int64)
-_linear = library.declare("quantized_linear", ctypes.c_void_p, *_array, *_array, *[ctypes.c_int64] * 3)
+_linear = library.declare(
+    "quantized_linear", ctypes.c_void_p, ctypes.c_int64, *_array, *_array, ctypes.c_int64
+)
 _expand = library.declare(
     "quantized_expand", ctypes.c_void_p, *_array, ctypes.c_int, ctypes.c_int64, ctypes.c_int64
 )
@@ -120,13 +122,12 @@ class QuantizedMatrix:
         _linear(
             instruction_set,
             ctypes.byref(self._as_stored),
+            self.shape[0],
             x.data_ptr(),
             x.stride(0),
             out.data_ptr(),
             out.stride(0),
             x.shape[0],
-            0,
-            self.shape[0],
         )
         return out
 
