@@ -19,6 +19,12 @@ class BuildKernels(build_ext):
     """With threads where the compiler has OpenMP; without, kernels run on one."""
 
     def build_extensions(self) -> None:
+        # A header of its own: as an option it would make every file a new one to a compiler cache.
+        headers = Path(self.build_temp, "generated")
+        headers.mkdir(parents=True, exist_ok=True)
+        (headers / "prefold_sources.h").write_text(f'#define PREFOLD_SOURCES "{digest(Path(FOLDER))}"\n')
+        for extension in self.extensions:
+            extension.include_dirs.append(str(headers))
         if self._has_openmp():
             for extension in self.extensions:
                 extension.extra_compile_args.append(OPENMP)
@@ -46,8 +52,7 @@ setup(
             "prefold.kernels._native",
             sorted(glob(f"{FOLDER}/*.cpp")),
             depends=sorted(glob(f"{FOLDER}/*.h") + glob(f"{FOLDER}/*.inl")),
-            define_macros=[("PREFOLD_SOURCES", f'"{digest(Path(FOLDER))}"')],
-            extra_compile_args=["-O3", "-std=c++17", "-Wno-psabi", "-Wno-maybe-uninitialized"],
+            extra_compile_args=["-O3", "-std=c++17", "-g0", "-Wno-psabi", "-Wno-maybe-uninitialized"],
             # Without a C++ compiler the package installs all the same, and torch does the work.
             optional=True,
         )

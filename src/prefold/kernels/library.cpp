@@ -1,5 +1,7 @@
 // What library.py asks of the library as a whole.
 
+#include "prefold_sources.h"  // made by setup.py
+
 #if defined(_OPENMP)
 #include <omp.h>
 #endif
