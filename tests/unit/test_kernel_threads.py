@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from prefold.kernels import fp8, indexer, library, native
+from prefold.kernels import fp8, fused, indexer, library, native
 from prefold.kernels.quantized import QuantizedMatrix
 
 THREADS = (1, 2, 3)
@@ -117,3 +117,28 @@ def test_selection(num_queries: int) -> None:
         return torch.stack(best.finish())
 
     check_all_threads(select)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_lies_between_products(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    rows, heads, dim = 301, 5, 96
+    x, residual = torch.randn(rows, heads * dim).to(dtype), torch.randn(rows, heads * dim).to(dtype)
+    weight, angles = torch.randn(heads * dim).to(dtype), torch.randn(rows, dim)
+    out = torch.empty_like(x)
+
+    def norm(name: str) -> torch.Tensor:
+        fused.rms_norm(x, weight, 1e-6, out, residual.clone(), name)
+        return out
+
+    def turn(name: str) -> torch.Tensor:
+        fused.rotate(x.view(rows, heads, dim), angles, out.view(rows, heads, dim), True, name)
+        return out
+
+    def route(name: str) -> torch.Tensor:
+        weights, ids = torch.empty(rows, 4), torch.empty(rows, 4, dtype=torch.int64)
+        fused.route(residual.float(), None, weights, ids, False, (1, 1, False), True, 1.0, name)
+        return weights
+
+    for compute in (norm, turn, route, lambda name: fused.gate_(x.clone(), name).contiguous()):
+        check_all_threads(compute)

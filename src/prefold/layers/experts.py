@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from prefold.config import MoEConfig
+from prefold.kernels import fused
 from prefold.layers.bands import Bands
 from prefold.layers.expert_parallel import ExpertParallel
-from prefold.layers.linear import Env, gated_mlp, prepared_mlp, tiles
+from prefold.layers.linear import CONVERT_WEIGHT_FROM, Env, gated_mlp, prepared_mlp, tiles
 from prefold.layers.weight import Weight, parameter
 
 AddRouted = Callable[[torch.Tensor], None]
@@ -53,6 +54,9 @@ class Experts(nn.Module):
             x: [n, hidden], rows may lie apart.
             weights, ids: [n, top_k] float32 and integers; an expert that is not held costs nothing.
         """
+        if x.shape[0] < CONVERT_WEIGHT_FROM and x.dtype == torch.float32 and self._is_one_call:
+            fused.experts_(out, x, weights, ids.long(), self.held.start, self.gate_up, self.down)
+            return
         workspace, hidden = self.env.workspace, x.shape[1]
         order, counts = group_by_expert(ids.cpu().numpy(), self.held)
         ends = counts.cumsum()
@@ -71,6 +75,12 @@ class Experts(nn.Module):
                     mlp = prepared_mlp(gate_up, down, int(counts[expert]), self.env)
                 gated_mlp(tile_x[part], *mlp, result[part], self.env)
             out.index_add_(0, rows[tile], result.mul_(row_weights[tile]))
+
+    @property
+    def _is_one_call(self) -> bool:
+        """Whether a native kernel computes few rows by all of their experts."""
+        is_plain = not (self.gate_up_bands.is_released or self.down_bands.is_released)
+        return is_plain and fused.can_multiply(self.gate_up, self.down)
 
     def weights(self, prefix: str, names: Container[str]) -> Iterator[Weight]:
         """`names`: the checkpoint's tensors. They tell whether its experts are stacked or apart."""

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from prefold.kernels import native
+from prefold.kernels import fused, native
 from prefold.kernels.quantized import QuantizedMatrix, is_available
 from prefold.layers.bands import Band, Bands
 from prefold.layers.weight import Weight, parameter, shard, whole
@@ -291,10 +291,21 @@ def gated_mlp(
 
     `bias` [2 * width] belongs to gate and up.
     """
+    if bias is None and len(w_gate_up) == len(w_down) == 1 and x.dtype == torch.float32:
+        one, other = w_gate_up[0], w_down[0]
+        # Weights that few rows meet were not converted.
+        if (
+            isinstance(one, torch.Tensor)
+            and isinstance(other, torch.Tensor)
+            and fused.can_multiply(one, other)
+        ):
+            return fused.gated_mlp(x, one, other, out)
     width = sum(band.shape[0] for band in w_gate_up)
     gate_up = env.workspace.get("mlp.gate_up", (x.shape[0], width), x.dtype)
     multiply(x, w_gate_up, gate_up, env)
     if bias is not None:
         gate_up.add_(bias)
+    if fused.can_fuse(gate_up):
+        return multiply(fused.gate_(gate_up), w_down, out, env)
     gate, up = gate_up.chunk(2, dim=-1)
     return multiply(F.silu(gate, inplace=True).mul_(up), w_down, out, env)

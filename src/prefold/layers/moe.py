@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from prefold.config import MoEConfig
+from prefold.kernels import fused
 from prefold.layers.experts import TensorParallelExperts, WholeExperts
 from prefold.layers.linear import Env, GatedMLP
 from prefold.layers.weight import Weight, parameter, whole
@@ -35,6 +36,8 @@ class Router(nn.Module):
     def select(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The same from router logits [n, num_experts], which are overwritten with the scores."""
         moe = self.moe
+        if fused.can_fuse(logits):
+            return self._select_natively(logits)
         if moe.scoring_func == "softmax":
             scores = torch.softmax(logits, dim=-1, out=logits)
         else:
@@ -48,6 +51,17 @@ class Router(nn.Module):
         if moe.norm_topk_prob:
             weights /= weights.sum(dim=-1, keepdim=True) + 1e-20
         return weights.mul_(moe.routed_scaling_factor), ids
+
+    def _select_natively(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        moe, shape = self.moe, (logits.shape[0], self.moe.top_k)
+        weights = self.env.workspace.get("moe.weights", shape, torch.float32)
+        ids = self.env.workspace.get("moe.ids", shape, torch.int64)
+        softmax, groups = moe.scoring_func == "softmax", (1, 1, False)
+        if moe.topk_method != "greedy":
+            groups = (moe.n_group, moe.topk_group, moe.topk_method == "noaux_tc")
+        scale = moe.routed_scaling_factor
+        fused.route(logits, self.bias, weights, ids, softmax, groups, moe.norm_topk_prob, scale)
+        return weights, ids
 
     def _mask_groups_(self, choice: torch.Tensor) -> None:
         """-inf for the experts outside a token's `topk_group` best groups."""

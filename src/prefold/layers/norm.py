@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from prefold.kernels import fused
 from prefold.layers.linear import Env
 from prefold.layers.weight import Weight, parameter, whole
 
@@ -25,10 +26,13 @@ class RMSNorm(nn.Module):
     def forward(
         self, x: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Norm of x [n, size] into `out`, which may be x.
+        """Norm of x [n, size] or [n, heads, size] into `out`, which may be x.
 
         With `residual` [n, size]: residual += x first, and the norm is of that sum.
         """
+        if fused.can_fuse(x):
+            fused.rms_norm(x, self.weight, self.eps, out, residual)
+            return out
         for start in range(0, x.shape[0], ROWS_PER_PASS):
             rows = slice(start, start + ROWS_PER_PASS)
             source = x[rows] if residual is None else residual[rows].add_(x[rows])

@@ -12,6 +12,7 @@ import math
 import torch
 
 from prefold.config import RopeConfig
+from prefold.kernels import fused
 from prefold.workspace import Workspace
 
 TOKENS_PER_PASS = 128
@@ -145,6 +146,15 @@ class RotaryEmbedding:
 
     def rotate_(self, x: torch.Tensor, rows: torch.Tensor) -> None:
         """Rotate x [n, heads, dim] in place; x may be a strided view."""
+        self.rotate(x, rows, out=x)
+
+    def rotate(self, x: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """The same into `out`, which may be x."""
+        if fused.can_fuse(x):
+            fused.rotate(x, rows, out, self.interleaved)
+            return
+        if out is not x:
+            x = out.copy_(x)
         for start in range(0, x.shape[0], TOKENS_PER_PASS):
             part = x[start : start + TOKENS_PER_PASS]
             angles = rows[start : start + TOKENS_PER_PASS, None]

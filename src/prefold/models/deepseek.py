@@ -69,9 +69,8 @@ class MLAttention(nn.Module):
         q_a, new_kv = a.split([self.q_lora_rank, mla.token_dim], dim=-1)
         kv = self.env.workspace.get("attn.kv", (num_tokens, self.new_dim), x.dtype)
         self.kv_a_norm(new_kv[:, : mla.kv_lora_rank], out=kv[:, : mla.kv_lora_rank])
-        k_pe = kv[:, mla.kv_lora_rank : mla.token_dim]
-        k_pe.copy_(new_kv[:, mla.kv_lora_rank :])
-        self.rotary.rotate_(k_pe[:, None], rope_rows)
+        k_pe = kv[:, None, mla.kv_lora_rank : mla.token_dim]
+        self.rotary.rotate(new_kv[:, None, mla.kv_lora_rank :], rope_rows, out=k_pe)
 
         q = self.q_proj(x if self.q_a_norm is None else self.q_a_norm(q_a, out=q_a))
         q = q.view(num_tokens, self.num_heads, mla.qk_head_dim)

@@ -1,0 +1,273 @@
+"""What lies between matrix products, one pass and one call each, in native code (fused.cpp).
+
+Norms, rotary embedding, gates, the choice of experts; and MLPs of few rows, whose products are
+`native.linear`. Where `can_fuse` says no, callers take torch, whose results are the same but for rounding.
+"""
+
+from __future__ import annotations
+
+from ctypes import c_float, c_int, c_int64, c_void_p
+
+import torch
+
+from prefold.kernels import library
+
+_normalise = library.declare(
+    "normalise",
+    *(c_int, *[c_int64] * 3, c_void_p, c_int64, c_int64, c_void_p, c_int64),
+    *(c_void_p, c_void_p, c_int64, c_int64, c_float),
+)
+_rotate = library.declare(
+    "rotate",
+    *(c_int, *[c_int64] * 3, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int),
+)
+_gate = library.declare("gate", c_int, c_void_p, *[c_int64] * 3)
+_route = library.declare("route", *[c_int64] * 5, *[c_int] * 3, *[c_void_p] * 4, c_float)
+_experts = library.declare(
+    "experts",
+    *(*[c_int64] * 6, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64),
+    *(c_void_p, c_void_p, c_void_p, c_int64),
+)
+_gated_mlp = library.declare(
+    "gated_mlp", *[c_int64] * 3, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int64
+)
+
+
+def can_fuse(x: torch.Tensor) -> bool:
+    """Whether these kernels serve activations like x."""
+    return x.dtype in (torch.float32, torch.bfloat16) and x.device.type == "cpu" and library.is_available()
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    out: torch.Tensor,
+    residual: torch.Tensor | None = None,
+    instruction_set: str | None = None,
+) -> None:
+    """out = x / sqrt(mean(x^2) + eps) * weight over the last dim.
+
+    Args:
+        x: [n, size] or [n, heads, size], float32 or bfloat16, as is everything else. Any strides but the
+            last, which is 1. So are those of the others.
+        out: like x, and may be x.
+        residual: [n, size], for x [n, size]: residual += x first, and the norm is of that sum.
+    """
+    if x.ndim == 2:
+        assert residual is None or residual.shape == x.shape, (x.shape, residual.shape)
+        x_head_stride = out_head_stride = 0
+        num_heads = 1
+    else:
+        assert residual is None
+        num_heads, x_head_stride, out_head_stride = x.shape[1], x.stride(1), out.stride(1)
+    assert out.shape == x.shape, (x.shape, out.shape)
+    assert weight.shape == x.shape[-1:], (x.shape, weight.shape)
+    assert x.dtype == out.dtype == weight.dtype, (x.dtype, out.dtype, weight.dtype)
+    assert x.stride(-1) == out.stride(-1) == 1
+    assert residual is None or (residual.dtype == x.dtype and residual.stride(1) == 1)
+    _normalise(
+        instruction_set,
+        x.dtype == torch.bfloat16,
+        x.shape[0],
+        num_heads,
+        x.shape[-1],
+        x.data_ptr(),
+        x.stride(0),
+        x_head_stride,
+        None if residual is None else residual.data_ptr(),
+        0 if residual is None else residual.stride(0),
+        weight.data_ptr(),
+        out.data_ptr(),
+        out.stride(0),
+        out_head_stride,
+        eps,
+    )
+
+
+def rotate(
+    x: torch.Tensor,
+    angles: torch.Tensor,
+    out: torch.Tensor,
+    interleaved: bool,
+    instruction_set: str | None = None,
+) -> None:
+    """Rotate pairs of elements by their position's angles.
+
+    Args:
+        x: [n, heads, dim], float32 or bfloat16, any strides but the last, which is 1.
+        angles: [n, dim] float32, contiguous. Interleaved: (cosine, sine) of each pair of neighbours; else the
+            cosines of pairs (i, i + dim / 2), then their sines.
+        out: like x, and may be x.
+    """
+    num_rows, num_heads, dim = x.shape
+    assert out.shape == x.shape, (x.shape, out.shape)
+    assert x.dtype == out.dtype, (x.dtype, out.dtype)
+    assert angles.shape == (num_rows, dim), (x.shape, angles.shape)
+    assert angles.is_contiguous()
+    assert x.stride(2) == out.stride(2) == 1
+    assert dim % 2 == 0, dim
+    _rotate(
+        instruction_set,
+        x.dtype == torch.bfloat16,
+        num_rows,
+        num_heads,
+        dim,
+        x.data_ptr(),
+        x.stride(0),
+        x.stride(1),
+        angles.data_ptr(),
+        out.data_ptr(),
+        out.stride(0),
+        out.stride(1),
+        interleaved,
+    )
+
+
+def gate_(gate_up: torch.Tensor, instruction_set: str | None = None) -> torch.Tensor:
+    """silu(gate) * up into gate, which is returned; gate_up [n, 2 * width] is gate | up."""
+    num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    assert gate_up.stride(1) == 1
+    is_bfloat16 = gate_up.dtype == torch.bfloat16
+    _gate(instruction_set, is_bfloat16, gate_up.data_ptr(), gate_up.stride(0), num_rows, width)
+    return gate_up[:, :width]
+
+
+def route(
+    logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    softmax: bool,
+    groups: tuple[int, int, bool],
+    normalised: bool,
+    scale: float,
+    instruction_set: str | None = None,
+) -> None:
+    """Choose each row's experts: those with the largest score + bias, the lowest id among equals.
+
+    Args:
+        logits: [n, num_experts] float32. Scores are their softmax or sigmoid.
+        weights, ids: [n, top_k] float32 and int64, written: scores of those experts, and which they are.
+        groups: (how many, from how many of them a row may choose, whether a group is judged by its best two
+            experts' sum instead of its best one).
+        normalised: weights sum to 1 before they are multiplied with `scale`.
+    """
+    num_rows, num_experts = logits.shape
+    assert logits.dtype == weights.dtype == torch.float32
+    assert ids.dtype == torch.int64
+    assert weights.shape == ids.shape
+    assert 0 < ids.shape[1] <= num_experts, (ids.shape, num_experts)
+    assert logits.is_contiguous()
+    assert weights.is_contiguous()
+    assert ids.is_contiguous()
+    assert num_experts % groups[0] == 0, (num_experts, groups)
+    assert groups[1] <= groups[0], groups
+    _route(
+        instruction_set,
+        num_rows,
+        num_experts,
+        ids.shape[1],
+        groups[0],
+        groups[1],
+        softmax,
+        groups[2],
+        normalised,
+        logits.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        weights.data_ptr(),
+        ids.data_ptr(),
+        scale,
+    )
+
+
+def can_multiply(gate_up: torch.Tensor, down: torch.Tensor) -> bool:
+    """Whether `gated_mlp` and `experts_` serve weights like these."""
+    return (
+        gate_up.dtype == down.dtype == torch.bfloat16
+        and gate_up.is_contiguous()
+        and down.is_contiguous()
+        and can_fuse(gate_up)
+    )
+
+
+def gated_mlp(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    out: torch.Tensor,
+    instruction_set: str | None = None,
+) -> torch.Tensor:
+    """out = down(silu(gate(x)) * up(x)), for few rows.
+
+    Args:
+        x, out: [n, hidden] float32, rows may lie apart.
+        gate_up, down: [2 * width, hidden] (gate | up) and [hidden, width] bfloat16, contiguous.
+    """
+    hidden, width = down.shape
+    assert gate_up.shape == (2 * width, hidden), (gate_up.shape, down.shape)
+    assert x.shape == out.shape == (x.shape[0], hidden), (x.shape, out.shape, down.shape)
+    assert x.dtype == out.dtype == torch.float32
+    assert x.stride(1) == out.stride(1) == 1
+    assert can_multiply(gate_up, down)
+    _gated_mlp(
+        instruction_set,
+        x.shape[0],
+        hidden,
+        width,
+        x.data_ptr(),
+        x.stride(0),
+        gate_up.data_ptr(),
+        down.data_ptr(),
+        out.data_ptr(),
+        out.stride(0),
+    )
+    return out
+
+
+def experts_(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    first: int,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    instruction_set: str | None = None,
+) -> None:
+    """out += the sum over each row's experts that are held here, times their weights; for few rows.
+
+    Args:
+        out, x: [n, hidden] float32, rows may lie apart.
+        weights, ids: [n, top_k] float32 and int64, rows may lie apart.
+        first: number of the first expert held.
+        gate_up, down: [held, 2 * width, hidden] and [held, hidden, width] bfloat16, contiguous.
+    """
+    held, hidden, width = down.shape
+    assert gate_up.shape == (held, 2 * width, hidden), (gate_up.shape, down.shape)
+    assert x.shape == out.shape == (ids.shape[0], hidden), (x.shape, out.shape, ids.shape)
+    assert weights.shape == ids.shape
+    assert x.dtype == out.dtype == weights.dtype == torch.float32
+    assert ids.dtype == torch.int64
+    assert out.stride(1) == x.stride(1) == 1
+    assert ids.shape[1] == 1 or ids.stride(1) == weights.stride(1) == 1
+    assert can_multiply(gate_up, down)
+    _experts(
+        instruction_set,
+        ids.shape[0],
+        ids.shape[1],
+        hidden,
+        width,
+        first,
+        held,
+        x.data_ptr(),
+        x.stride(0),
+        weights.data_ptr(),
+        weights.stride(0),
+        ids.data_ptr(),
+        ids.stride(0),
+        gate_up.data_ptr(),
+        down.data_ptr(),
+        out.data_ptr(),
+        out.stride(0),
+    )
