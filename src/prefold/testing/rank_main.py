@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
+import psutil
 import torch
 
 from prefold.distributed.group import init_distributed, make_groups, shutdown_distributed
@@ -27,7 +28,10 @@ PR_SET_PDEATHSIG = 1
 
 
 def main(folder: Path, world_size: int, parent: int) -> None:
-    _end_with_parent(parent)
+    _end_with_parent(os.getppid())
+    # It may have been forked by a nursery of that process (testing.warm_python), which ends with it.
+    if parent not in [process.pid for process in psutil.Process().parents()]:
+        sys.exit("the parent ended")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     job: RankJob = pickle.loads((folder / "job0").read_bytes())
     sys.path[:] = job.sys_path
