@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from prefold.attention.backend import IndexQueries
 from prefold.attention.plan import RequestWork
 from prefold.attention.row_format import PlainFormat
-from prefold.attention.selection import NO_KEY, KeySelector, PagedTokens, positions_of, ranked
+from prefold.attention.selection import NO_KEY, AllTokens, KeySelector, PagedTokens, positions_of, ranked
 from prefold.attention.sparse import sparse_requests
 from prefold.attention.walk import Run, rows_of
 from prefold.kv_ownership import KVOwnership
@@ -71,6 +71,16 @@ def test_the_best_keys_are_selected(
     chosen = [[position for position in row if position >= 0] for row in joint.tolist()]
     assert [set(row) for row in chosen] == brute_force(index, keys, run, topk)
     assert [len(row) for row in chosen] == [min(topk, position + 1) for position in range(start, run.end)]
+    block_ids = torch.randperm(run.end, generator=generator)
+    for one in (PagedTokens(KVOwnership(shards[0]), 0, device), AllTokens()):
+        table, slots = one.table(run.end, block_ids), torch.zeros(count, topk, dtype=torch.int32)
+        source = rows_of(keys, 0, PlainFormat(DIM, keys.dtype))
+        selector = KeySelector(topk, tile, Workspace(poison=True))
+        selector.select_slots(index, torch.arange(start, run.end) + 1, source, table, slots)
+        wanted = [one.slots(torch.tensor(sorted(row)), block_ids).tolist() for row in chosen]
+        assert [sorted(slot for slot in row if slot >= 0) for row in slots.tolist()] == list(
+            map(sorted, wanted)
+        )
 
 
 @given(

@@ -14,6 +14,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 
 from prefold.attention.backend import IndexQueries
 from prefold.attention.walk import Latents
@@ -56,6 +57,10 @@ class HeldTokens(Protocol):
         """
         ...
 
+    def table(self, count: int, block_ids: torch.Tensor) -> torch.Tensor:
+        """[1 + count] int32: -1, and the rows in which the first `count` held tokens lie."""
+        ...
+
 
 class PagedTokens:
     """See HeldTokens: of a sequence whose blocks are spread by `ownership`, those that `rank` holds.
@@ -63,6 +68,8 @@ class PagedTokens:
     >>> held = PagedTokens(KVOwnership(block_size=4, dcp_size=2, interleave=2), 1, torch.device("cpu"))
     >>> held.counts(torch.tensor([2, 7])).tolist(), held.positions(torch.arange(1, 6)).tolist()
     ([0, 3], [3, 6, 7, 10, 11])
+    >>> held.table(6, block_ids=torch.tensor([3, 7])).tolist()
+    [-1, 12, 13, 14, 15, 28, 29]
     >>> held.slots(torch.tensor([3, 4, 10, -1]), block_ids=torch.tensor([3, 7])).tolist()
     [13, -1, 28, -1]
     """
@@ -89,6 +96,12 @@ class PagedTokens:
         slots = block_ids[known // size].mul_(self._ownership.block_size).add_(offsets)
         return slots.masked_fill_(offsets < 0, -1)
 
+    def table(self, count: int, block_ids: torch.Tensor) -> torch.Tensor:
+        size = self._ownership.block_size
+        first = block_ids[: -(-count // size)].to(torch.int32) * size
+        slots = first[:, None] + torch.arange(size, dtype=torch.int32, device=first.device)
+        return F.pad(slots.flatten()[:count], (1, 0), value=-1)
+
 
 class AllTokens:
     """See HeldTokens: all of them, in rows that are numbered by position."""
@@ -101,6 +114,9 @@ class AllTokens:
 
     def slots(self, positions: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
         return positions.long()
+
+    def table(self, count: int, block_ids: torch.Tensor) -> torch.Tensor:
+        return torch.arange(-1, count, dtype=torch.int32, device=block_ids.device)
 
 
 def ranked(scores: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -166,14 +182,40 @@ class KeySelector:
             out: [n, width] int64, width <= topk: the `width` best as `ranked` numbers them, in no order. If a
                 query sees fewer, the others are such that `positions_of` is -1.
         """
-        for rows in _blocks(len(positions), QUERY_BLOCK):
-            block, limits = self._in_float32(index, rows), held.counts(positions[rows] + 1)
-            is_native = indexer.can_select(block.q, index_keys(0, 1).dtype)
-            find = self._find_natively if is_native else self._find
-            orders, tokens = find(block, limits, index_keys, out.shape[1])
-            best = numbered(orders, held.positions(tokens.clamp(min=0)))
+        for rows, orders, tokens in self._best(index, held.counts(positions + 1), index_keys, out.shape[1]):
+            best = numbered(orders.long(), held.positions(tokens.clamp(min=0).long()))
             out[rows, : tokens.shape[1]] = best.masked_fill_(tokens < 0, NO_KEY)
             out[rows, tokens.shape[1] :] = NO_KEY
+
+    def select_slots(
+        self,
+        index: IndexQueries,
+        limits: torch.Tensor,
+        index_keys: Latents,
+        table: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """The same for queries all of whose keys are held: where the keys lie. That is quicker.
+
+        Args:
+            limits: [n] int64, keys that each query sees.
+            table: see `HeldTokens.table`.
+            out: [n, topk] int32; -1 where a query sees fewer.
+        """
+        for rows, _, tokens in self._best(index, limits, index_keys, out.shape[1]):
+            found = torch.index_select(table, 0, (tokens + 1).flatten())
+            out[rows, : tokens.shape[1]] = found.view(tokens.shape)
+            out[rows, tokens.shape[1] :] = -1
+
+    def _best(
+        self, index: IndexQueries, limits: torch.Tensor, index_keys: Latents, width: int
+    ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        """Some queries at a time, and what `_find` returns for them; valid until the next."""
+        for rows in _blocks(len(limits), QUERY_BLOCK):
+            block = self._in_float32(index, rows)
+            is_native = indexer.can_select(block.q, index_keys(0, 1).dtype)
+            find = self._find_natively if is_native else self._find
+            yield rows, *find(block, limits[rows], index_keys, width)
 
     def _in_float32(self, index: IndexQueries, rows: slice) -> IndexQueries:
         """Some of the queries. Scores are float32 whatever the queries are computed in."""
@@ -185,8 +227,8 @@ class KeySelector:
     def _find(
         self, index: IndexQueries, limits: torch.Tensor, index_keys: Latents, width: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(orders, held tokens) [n, <= width] int64 of the best among each query's first limits[i] keys; the
-        token is -1 where there are fewer."""
+        """(orders, held tokens) [n, <= width] integers of the best among each query's first limits[i] keys;
+        the token is -1 where there are fewer."""
         num_keys = int(limits.max())
         best = torch.empty((len(limits), 0), dtype=torch.int64, device=limits.device)
         for first in range(0, num_keys, self._tile_tokens):
@@ -207,8 +249,7 @@ class KeySelector:
         best = indexer.TopKeys(index.q, index.weights, limits, width, candidates)
         for first in range(0, num_keys, self._tile_tokens):
             best.add(index_keys(first, min(first + self._tile_tokens, num_keys)), first)
-        orders, tokens = best.finish()
-        return orders.long(), tokens.long()
+        return best.finish()
 
     def _scores(self, index: IndexQueries, keys: torch.Tensor) -> torch.Tensor:
         """[queries, keys] float32, in a buffer."""

@@ -30,7 +30,7 @@ from prefold.attention.kv_tiles import KVTiles
 from prefold.attention.plan import RequestWork, StepPlan
 from prefold.attention.row_format import PlainFormat
 from prefold.attention.selected import attend_selected
-from prefold.attention.selection import QUERY_BLOCK, AllTokens, KeySelector, PagedTokens, positions_of
+from prefold.attention.selection import QUERY_BLOCK, AllTokens, KeySelector, PagedTokens
 from prefold.attention.sparse_layer import PagedKeys, RequestKeys, SparseLayer
 from prefold.attention.sparse_shards import SparseShards
 from prefold.attention.walk import CacheReader, Run, Segment, rows_of
@@ -146,7 +146,8 @@ class SparseAttention(ContextParallelAttention):
         return RequestKeys(rows[:, :width], index_keys, self._all, work.block_ids)
 
     def _attend_request(self, layer: SparseLayer, request: SparseRequest, keys: RequestKeys) -> None:
-        """Select for a request's queries, and attend."""
+        """Select for a request's queries, and attend. Where selected keys lie is the same in all layers."""
+        table = keys.held.table(request.runs[-1].run.end, keys.block_ids)
         for part in request.runs:
             for start in range(part.run.start, part.run.end, QUERY_BLOCK):
                 end = min(start + QUERY_BLOCK, part.run.end)
@@ -155,11 +156,9 @@ class SparseAttention(ContextParallelAttention):
                 selected = self._selected[part.rows][first : first + end - start]
                 if layer.index is not None:
                     index = IndexQueries(layer.index.q[tokens], layer.index.weights[tokens])
-                    positions = torch.arange(start, end, device=selected.device)
-                    ranks = self._workspace.get("sparse.ranks", selected.shape, torch.int64)
-                    self._selector.select(index, positions, keys.index_keys, keys.held, ranks)
-                    selected.copy_(positions_of(ranks))
-                self._attend_block(layer, tokens, keys.held.slots(selected, keys.block_ids), keys.rows)
+                    limits = torch.arange(start + 1, end + 1, device=selected.device)
+                    self._selector.select_slots(index, limits, keys.index_keys, table, selected)
+                self._attend_block(layer, tokens, selected, keys.rows)
 
     def _attend_block(
         self, layer: SparseLayer, tokens: slice, slots: torch.Tensor, rows: torch.Tensor

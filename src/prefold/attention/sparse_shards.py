@@ -149,15 +149,14 @@ class SparseShards:
         forms: KVForms,
         selected: torch.Tensor,
     ) -> SharedDecode:
-        """Select, if the layer has an indexer, for the tokens of `works`, and prepare to attend to it."""
+        """Select, if the layer has an indexer, for the tokens of `works`, and prepare to attend to that."""
         keys = [self._paged.of(layer, work.block_ids) for work in works]
         if index is not None:
             self._select(works, index, keys, selected)
-        slots = torch.cat([own.held.slots(selected[w.tokens], own.block_ids) for w, own in zip(works, keys)])
 
         def attend_shard(q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
             rows, row_format = keys[0].rows, self._paged.formats[0]
-            attend_selected(q, slots, rows, row_format, self._scale, out, lse, self._workspace)
+            attend_selected(q, selected, rows, row_format, self._scale, out, lse, self._workspace)
 
         return SharedDecode(attend_shard, self._dcp_tp, self._unit, forms.absorbed, self._workspace)
 
@@ -168,7 +167,7 @@ class SparseShards:
         keys: Sequence[RequestKeys],
         selected: torch.Tensor,
     ) -> None:
-        """Each rank selects from its shard, then all from what each has found."""
+        """Each rank selects from its shard, then all from what each has found. Writes where it lies here."""
         longest = max(int(work.positions.max()) for work in works) + 1
         width = min(self._topk, int(self._ownership.local_lengths(longest).max()))
         ranks = self._workspace.get("shards.ranks", (len(index.q), width), torch.int64)
@@ -176,5 +175,7 @@ class SparseShards:
             part = IndexQueries(index.q[work.tokens], index.weights[work.tokens])
             self._selector.select(part, work.positions, own.index_keys, own.held, ranks[work.tokens])
         best = positions_of(join_ranked(self._dcp, ranks, self._topk))
-        selected[:, : best.shape[1]] = best
+        for work, own in zip(works, keys, strict=True):
+            slots = own.held.slots(best[work.tokens], own.block_ids)
+            selected[work.tokens, : best.shape[1]] = slots
         selected[:, best.shape[1] :] = -1
