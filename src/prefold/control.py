@@ -25,7 +25,8 @@ NODE_START, NODE_REFUSED, NODE_FAILED, NODE_DONE = b"T", b"X", b"F", b"G"
 HEADER = 4
 """Bytes of the length in front of a message."""
 MAX_MESSAGE = 1 << 31
-READ_SIZE = 1 << 20
+READ_SIZE = 1 << 16
+"""Of a channel's own buffer. New memory per read, cut to what came, would split the heap more and more."""
 
 
 class WorkerSetup(msgspec.Struct):
@@ -125,6 +126,7 @@ class Channel:
         self._socket = sock
         self._outgoing = bytearray()
         self._incoming = bytearray()
+        self._buffer = memoryview(bytearray(READ_SIZE))
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -154,14 +156,14 @@ class Channel:
         gone = False
         while not gone:
             try:
-                data = self._socket.recv(READ_SIZE)
+                size = self._socket.recv_into(self._buffer)
             except BlockingIOError:
                 break
             except OSError:
-                data = b""
-            gone = not data
-            self.num_received += len(data)
-            self._incoming += data
+                size = 0
+            gone = size == 0
+            self.num_received += size
+            self._incoming += self._buffer[:size]
         messages = self._complete_messages()
         if gone and not messages:
             raise EOFError

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import tracemalloc
 from collections.abc import Iterator
 
 import pytest
@@ -55,6 +56,19 @@ def test_a_peer_that_does_not_read_blocks_nobody(pair: tuple[Channel, Channel]):
         ours.flush()
     assert [message.body for message in got] == bodies
     assert not ours.has_unsent
+
+
+def test_a_short_message_takes_little_memory(pair: tuple[Channel, Channel]):
+    """Also for a moment: memory for more, given back again, leaves holes in the heap."""
+    ours, theirs = pair
+    body = bytes(1000)
+    ours.send(STEP, body)
+    tracemalloc.start()
+    try:
+        assert theirs.receive() == [Message(STEP, body)]
+        assert tracemalloc.get_traced_memory()[1] < 10 * len(body)
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_closed_connection_shows_after_its_last_message(pair: tuple[Channel, Channel]):
