@@ -22,8 +22,14 @@ def best_seconds(tasks: Mapping[str, Callable[[], object]], seconds: float = 6.0
     return best
 
 
-def float32_product() -> tuple[Callable[[], object], float]:
+def product(dtype: torch.dtype) -> tuple[Callable[[], object], float]:
     """torch's matrix multiplication of about 10 ms, and its floating-point operations."""
     m, k, n = 768, 1024, 1024
-    a, b, c = torch.randn(m, k), torch.randn(k, n), torch.empty(m, n)
+    a, b = torch.randn(m, k).to(dtype), torch.randn(k, n).to(dtype)
+    c = torch.empty(m, n, dtype=dtype)
     return lambda: torch.mm(a, b, out=c), 2.0 * m * k * n
+
+
+def float32_product() -> tuple[Callable[[], object], float]:
+    """See `product`."""
+    return product(torch.float32)

@@ -42,10 +42,12 @@ class Workspace:
             view.fill_(NAN_BYTE)
         return view
 
-    def carve(self, name: str, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
-        """Contiguous float32 tensors of `shapes`, side by side in one buffer."""
+    def carve(
+        self, name: str, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype = torch.float32
+    ) -> list[torch.Tensor]:
+        """Contiguous tensors of `shapes`, side by side in one buffer."""
         sizes = [math.prod(shape) for shape in shapes]
-        parts = torch.split(self.get(name, (sum(sizes),), torch.float32), sizes)
+        parts = torch.split(self.get(name, (sum(sizes),), dtype), sizes)
         return [part.view(shape) for part, shape in zip(parts, shapes)]
 
     @property

@@ -61,7 +61,7 @@ def make_backend(name: str) -> AttentionBackend:
     assert available, "the native library was not built: see setup.py"
     if name not in available:
         pytest.skip(f"{name}: not on this processor")
-    return NativeBackend(workspace, name)
+    return NativeBackend(workspace, instruction_set=name)
 
 
 class Kernel:

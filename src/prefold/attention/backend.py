@@ -95,12 +95,12 @@ class AttentionBackend(Protocol):
         ...
 
     def keys(self, num_kv_heads: int, num_keys: int, qk_dim: int) -> torch.Tensor:
-        """A buffer for a tile's keys, [num_kv_heads, num_keys, >= qk_dim] float32: the first qk_dim
-        elements are to be filled. Valid until the next call."""
+        """A buffer for a tile's keys, [num_kv_heads, num_keys, >= qk_dim] in a dtype of the kernel's: the
+        first qk_dim elements are to be filled. Valid until the next call."""
         ...
 
     def values(self, num_kv_heads: int, num_keys: int, v_dim: int) -> torch.Tensor:
-        """A buffer for a tile's values, [num_kv_heads, num_keys, v_dim] float32; as `keys`."""
+        """A buffer for a tile's values, [num_kv_heads, num_keys, v_dim]; as `keys`."""
         ...
 
     def attend_(

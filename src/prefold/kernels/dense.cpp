@@ -1,33 +1,44 @@
 // Dense attention: rectangles and causal squares, merged into the running softmax of their rows.
 //
-// A row is a query head of a token. A head's keys are packed once, with keys in the lanes of vectors; then
-// each block of rows walks over them: scores are made panel by panel, turned into exponentials, and
-// multiplied with the values as they lie. The reference that is subtracted before an exponential moves only
-// if scores rise far above it: sums are seldom rescaled.
+// A row is a query head of a token. A head's keys and values are packed once: keys in the lanes of vectors,
+// values in columns as wide as what is summed in registers. Then each block of rows walks over them: scores
+// are made panel by panel, turned into exponentials, and multiplied with the values. The reference that is
+// subtracted before an exponential moves only if scores rise far above it: sums are seldom rescaled.
+//
+// What is packed are words of 32 bits: a float32, or two bfloat16 that an instruction multiplies at once,
+// neighbours in what is summed (elements of a key, and then keys). Sums and exponentials are float32.
 
 #include <cstdint>
 
 namespace {
 
-// See dense.py: attend. Strides are in elements, `references` and `sums` have rows_per_head per head.
+// See dense.py: attend_. Strides are in elements, `references` and `sums` have rows_per_head per head.
 struct DenseArguments {
-    int64_t num_kv_heads, dim, v_dim, first_row, num_rows, rows_per_head, rows_per_token, num_keys, is_causal;
+    int64_t num_kv_heads, dim, v_dim, first_row, num_rows, rows_per_head, rows_per_token, num_keys, is_causal,
+        is_bfloat16, multiplies_pairs;
     int64_t q_head_stride, q_stride, k_head_stride, k_stride, v_head_stride, v_stride, out_head_stride,
         out_stride;
-    const float* q;
-    const float* k;
-    const float* v;
+    const void* q;
+    const void* k;
+    const void* v;
     float* out;
     float* references;
     float* sums;
     const int64_t* unseen;
+    const float* scale;
 };
 
 }  // namespace
 
+extern "C" int prefold_num_threads();
+
 #define KERNEL_SOURCE "dense.inl"
+#define KERNEL_HAS_PAIRS
 #include "instruction_sets.h"
 
 extern "C" void prefold_attend_dense(int set, const DenseArguments* arguments) {
+#if defined(__x86_64__)
+    if (arguments->multiplies_pairs) return avx512_bf16::attend_dense(*arguments);
+#endif
     PREFOLD_DISPATCH(set, attend_dense(*arguments));
 }

@@ -1,205 +1,374 @@
 // See dense.cpp. Included once per instruction set.
 
-constexpr int ROWS = LANES == 16 ? 8 : 4;            // whose sums are in registers together,
-constexpr int VECTORS = LANES == 16 ? 3 : 2;         // with so many vectors of keys or elements
-constexpr int PANEL = VECTORS * LANES;               // keys of a panel
-constexpr int64_t ROW_BLOCK = 96;                    // rows that meet keys while they are in the second cache
-constexpr int64_t DEPTH = 192;                       // elements of a panel that fit in the first cache
-constexpr int64_t BLOCK_KEYS = 8 * PANEL;            // keys whose scores are made together
-constexpr int64_t VALUE_KEYS = 48;                   // keys whose values are summed at a time
-constexpr float LOWEST = -3e38f;                     // the reference of a row that has seen nothing
-constexpr float RISE = 20.0f;                        // how far above it a score may lie
+// Inner loops are functions of their own, so that their sums stay in registers.
+#define SEPARATE __attribute__((noinline))
+
+constexpr int ROWS = LANES == 16 ? 8 : 4;     // whose sums are in registers together,
+constexpr int VECTORS = LANES == 16 ? 3 : 2;  // with so many vectors of keys or elements
+constexpr int PANEL = VECTORS * LANES;        // keys of a panel
+constexpr int64_t ROW_BLOCK = 96;             // rows that meet keys while they are in the second cache
+constexpr int64_t DEPTH = 192;                // words of a panel's keys that fit in the first cache
+constexpr int64_t BLOCK_KEYS = 8 * PANEL;     // keys whose scores are made together
+constexpr int64_t VALUE_WORDS = 96;           // of a column of values: more in a sum would make it less exact
+constexpr int64_t WORTH_A_THREAD = 200000;    // multiplications that take as long as waking one
+constexpr float LOWEST = -3e38f;              // the reference of a row that has seen nothing
+constexpr float RISE = 20.0f;                 // how far above it a score may lie
 constexpr float LOG2_E = 1.44269504f;
 
-// Keys [start, end) of a block that a row sees.
-struct Visible {
+// Keys [start, end) of a block.
+struct Range {
     int64_t start, end;
+    INLINE bool is_empty() const { return start >= end; }
+    INLINE Range part(int64_t from, int64_t to) const { return {std::max(start, from), std::min(end, to)}; }
+    INLINE Range with(Range other) const {
+        if (other.is_empty()) return *this;
+        return is_empty() ? other : Range{std::min(start, other.start), std::max(end, other.end)};
+    }
+    // Whole multiples of `size`.
+    INLINE Range widened(int64_t size) const {
+        return {start / size * size, (end + size - 1) / size * size};
+    }
 };
 
-static INLINE Visible visible_of(const DenseArguments& a, int64_t row, int64_t first_key, int64_t num_keys) {
-    const int64_t token = row / a.rows_per_token;
-    const int64_t end = a.is_causal ? token + 1 - first_key : num_keys;
-    const int64_t start = a.unseen ? a.unseen[token] - first_key : 0;
-    const int64_t last = std::min(std::max<int64_t>(end, 0), num_keys);
-    return {std::min(std::max<int64_t>(start, 0), last), last};
+// Rows that are computed together, with what they see of a block.
+struct RowGroup {
+    int64_t first, count;
+    Range seen;
+};
+
+// A block of rows and the block of keys that it meets.
+struct Meeting {
+    int64_t first_row, num_rows, first_key, num_keys, num_groups;
+    const float* packed;  // q, per LANES rows [words][LANES]
+    float* scores;        // [ROW_BLOCK][BLOCK_KEYS]
+    Range rows[ROW_BLOCK], seen;
+    RowGroup groups[ROW_BLOCK / ROWS];
+};
+
+struct DenseHead {
+    float *out, *references, *sums;   // of row 0
+    const float *keys, *values;       // packed
+};
+
+// Calls body(a constant, the number of rows that are computed) for `count` rows.
+template <typename Body>
+static INLINE void with_rows(int64_t count, Body body) {
+    if (count > ROWS / 2) body(std::integral_constant<int, ROWS>());
+    else if (count > 2) body(std::integral_constant<int, ROWS / 2>());
+    else if (count == 2) body(std::integral_constant<int, 2>());
+    else body(std::integral_constant<int, 1>());
 }
 
-// A block of keys of one head, and the rows that meet it now.
-struct DenseBlock {
-    const float* panels;  // per panel [dim][PANEL]
-    const float* values;  // [keys], a.v_stride apart
-    const float* packed;  // q of the rows, per LANES [dim][LANES]
-    float* scores;        // [ROW_BLOCK][width]
-    int64_t first_key, num_keys, width;
-};
+// Calls body(a constant, the number of vectors).
+template <typename Body>
+static INLINE void with_vectors(int64_t count, Body body) {
+    if (count == 3) body(std::integral_constant<int, VECTORS>());
+    else if (count == 2) body(std::integral_constant<int, 2>());
+    else body(std::integral_constant<int, 1>());
+}
 
-// Scores of `count` rows with keys [start, end), whole panels.
-static inline void dense_scores(const DenseArguments& a, const DenseBlock& b, int64_t count, int64_t start,
-                                int64_t end) {
-    for (int64_t first = start / PANEL * PANEL; first < end; first += PANEL)
-        for (int64_t d = 0; d < a.dim; d += DEPTH) {
-            const int64_t depth = std::min(a.dim - d, DEPTH);
-            const float* panel = b.panels + first * a.dim + d * PANEL;
-            for (int64_t r = 0; r < count; r += ROWS) {
-                const float* rows = b.packed + r / LANES * LANES * a.dim + d * LANES + r % LANES;
-                float* scores = b.scores + r * b.width + first;
-                Floats products[ROWS][VECTORS] = {};
-                if (d > 0)
-#pragma GCC unroll 8
-                    for (int i = 0; i < ROWS; i++)
-#pragma GCC unroll 4
-                        for (int c = 0; c < VECTORS; c++)
-                            products[i][c] = load(scores + i * b.width + c * LANES);
-                multiply_panel(rows, LANES, panel, depth, PANEL, products);
-#pragma GCC unroll 8
-                for (int i = 0; i < ROWS; i++)
-#pragma GCC unroll 4
-                    for (int c = 0; c < VECTORS; c++)
-                        store(scores + i * b.width + c * LANES, products[i][c]);
+// Inputs of type T. PAIRS: a word is two bfloat16 values and is multiplied as such, else a float32.
+template <typename T, bool PAIRS>
+class DenseRows {
+public:
+    explicit DenseRows(const DenseArguments& arguments) : a(arguments) {}
+
+    // One head after the other on each thread, or, if heads do not go round, each head on all threads.
+    void attend() const {
+        const int64_t threads = prefold_num_threads();
+        const int64_t work = a.num_keys * (a.dim + a.v_dim) * (a.num_rows + ROWS);  // multiplications of a head
+        if (a.num_kv_heads % threads == 0 || a.num_kv_heads >= 4 * threads || a.num_rows <= ROW_BLOCK)
+            parallel_ranges(a.num_kv_heads, 1 + WORTH_A_THREAD / work, [&](int64_t first, int64_t last) {
+                for (int64_t head = first; head < last; head++) attend_head(head);
+            });
+        else
+            for (int64_t head = 0; head < a.num_kv_heads; head++) attend_head(head);
+    }
+
+private:
+    static constexpr int STEP = PAIRS ? 2 : 1;  // elements of a word
+    const DenseArguments& a;
+    const int64_t words = (a.dim + STEP - 1) / STEP;
+    const int64_t columns = (a.v_dim + LANES - 1) / LANES * LANES;
+    const int64_t num_keys = (a.num_keys + PANEL - 1) / PANEL * PANEL;
+    const int64_t num_pairs = num_keys / STEP;
+    const int64_t depth = (words + (words + DEPTH - 1) / DEPTH - 1) / ((words + DEPTH - 1) / DEPTH);
+
+    void attend_head(int64_t head) const {
+        static thread_local Buffer packed;
+        float* keys = packed.get(num_keys * words + num_pairs * columns);
+        float* values = keys + num_keys * words;
+        parallel_for(num_keys / PANEL, [&](int64_t i) { pack(head, i * PANEL, keys, values); });
+        const int64_t blocks = (a.num_rows + ROW_BLOCK - 1) / ROW_BLOCK;
+        parallel_for(blocks, [&](int64_t i) {
+            static thread_local Buffer scratch;
+            NoDenormals while_here;
+            // Late rows of a causal square see more: each thread has some of them, and early ones.
+            const int64_t block = i % 2 ? blocks - 1 - i / 2 : i / 2;
+            attend_rows(head, block * ROW_BLOCK, keys, values, scratch.get(ROW_BLOCK * (words + BLOCK_KEYS)));
+        });
+    }
+
+    // ------------------------------------------------------------------ packing
+
+    // panel[d][j]: word d of row j < count <= width, and 0 for the others.
+    void pack_rows(const T* rows, int64_t stride, int64_t count, int64_t width, float* panel) const {
+        for (int64_t first = 0; first < width; first += LANES) {
+            const int64_t present = std::min<int64_t>(std::max<int64_t>(count - first, 0), LANES);
+            int64_t d = 0;
+            for (; (d + LANES) * STEP <= a.dim; d += LANES) {
+                Floats square[LANES];
+                for (int i = 0; i < LANES; i++)
+                    square[i] = i < present ? load_words(rows + (first + i) * stride + d * STEP) : Floats{};
+                transpose(square);
+                for (int i = 0; i < LANES; i++) store(panel + (d + i) * width + first, square[i]);
             }
+            for (; d < words; d++)
+                for (int i = 0; i < LANES; i++)
+                    panel[d * width + first + i] =
+                        i < present ? word(rows + (first + i) * stride + d * STEP, a.dim - d * STEP) : 0.0f;
         }
-}
+    }
 
-// Scores [start, end) of a row -> exp(score - reference), and 0 for the other keys of the block of rows.
-static inline void dense_exponentials(const DenseArguments& a, float* scores, Visible row, Visible block,
-                                      float* reference, float* sum, float* out) {
-    const int64_t first = block.start / LANES * LANES;
-    const int64_t last = (block.end + LANES - 1) / LANES * LANES;
-    const float hidden = -std::numeric_limits<float>::infinity();
-    // A row that sees nothing may lie outside.
-    std::fill(scores + first, scores + std::clamp(row.start, first, last), hidden);
-    std::fill(scores + std::clamp(row.end, first, last), scores + last, hidden);
-    Floats most = splat(LOWEST);
-    for (int64_t at = first; at < last; at += LANES) most = maximum(load(scores + at), most);
-    const float top = largest(most);
-    if (top > *reference + RISE || *reference == LOWEST) {
-        if (*reference != LOWEST) {
-            const float factor = exp2(splat((*reference - top) * LOG2_E))[0];
-            *sum *= factor;
-            for (int64_t e = 0; e < a.v_dim; e++) out[e] *= factor;
+    static INLINE Floats load_words(const T* from) {
+        if constexpr (!PAIRS) return load(from);
+        Floats words;
+        std::memcpy(&words, from, sizeof words);
+        return words;
+    }
+
+    // The word that begins with from[0], of which there are `left` elements.
+    static INLINE float word(const T* from, int64_t left) {
+        if constexpr (!PAIRS) return scalar(*from);
+        T elements[2] = {from[0], left > 1 ? from[1] : T(0)};
+        float bits;
+        std::memcpy(&bits, elements, sizeof bits);
+        return bits;
+    }
+
+    // Elements [e, e + LANES) of the values in word j.
+    INLINE Floats value_words(const T* values, int64_t j, int64_t e) const {
+        const T* from = values + j * STEP * a.v_stride + e;
+        if constexpr (PAIRS) {
+            const Bits low = (Bits)load_some(from, a.v_dim - e) >> 16;
+            const bool has_next = j * STEP + 1 < a.num_keys;
+            return (Floats)(has_next ? (Bits)load_some(from + a.v_stride, a.v_dim - e) | low : low);
+        } else {
+            return load_some(from, a.v_dim - e);
         }
-        *reference = top;
     }
-    const Floats subtracted = splat(*reference);
-    Floats all = {};
-    for (int64_t at = first; at < last; at += LANES) {
-        // Subtracted first, which is nearly exact: the product's rounding does not grow with the scores.
-        const Floats p = exp2((load(scores + at) - subtracted) * LOG2_E);
-        all += p;
-        store(scores + at, p);
-    }
-    *sum += total(all);
-}
 
-// out[i][e] += sum over keys j of p[i][j] * value_j[e], for R rows and C vectors of elements.
-template <int R, int C>
-static INLINE void dense_values(const float* p, int64_t width, const float* values, int64_t stride,
-                                int64_t count, float* out, int64_t out_stride) {
-    Floats acc[R][C] = {};
-    for (int64_t j = 0; j < count; j++) {
-        Floats columns[C];
-#pragma GCC unroll 4
-        for (int c = 0; c < C; c++) columns[c] = load(values + j * stride + c * LANES);
+    // Vectors of the column of values that begins with element e.
+    INLINE int64_t vectors_from(int64_t e) const {
+        const int64_t left = (columns - e) / LANES;
+        return VECTORS > 2 && left == 4 ? 2 : std::min<int64_t>(left, VECTORS);
+    }
+
+    // A panel of keys, and their values: per column [num_pairs][its vectors].
+    void pack(int64_t head, int64_t key, float* keys, float* values) const {
+        const int64_t count = std::min<int64_t>(a.num_keys - key, PANEL);
+        pack_rows((const T*)a.k + head * a.k_head_stride + key * a.k_stride, a.k_stride, count, PANEL,
+                  keys + key * words);
+        const T* v = (const T*)a.v + head * a.v_head_stride;
+        for (int64_t e = 0, vectors; e < columns; e += vectors * LANES) {
+            vectors = vectors_from(e);
+            float* column = values + e * num_pairs;
+            for (int64_t j = key / STEP; j * STEP < key + count; j++)
+                for (int64_t c = 0; c < vectors; c++)
+                    store(column + (j * vectors + c) * LANES, value_words(v, j, e + c * LANES));
+        }
+    }
+
+    // ------------------------------------------------------------------ rows
+
+    // Rows from `row` on, counted from a.first_row, meet all keys.
+    void attend_rows(int64_t head, int64_t row, const float* keys, const float* values, float* own) const {
+        const int64_t first = a.first_row + row, place = head * a.rows_per_head + first;
+        const DenseHead h = {a.out + head * a.out_head_stride + first * a.out_stride, a.references + place,
+                             a.sums + place, keys, values};
+        Meeting m;
+        m.first_row = row;
+        m.num_rows = std::min(a.num_rows - row, ROW_BLOCK);
+        m.packed = own;
+        m.scores = own + ROW_BLOCK * words;
+        const T* q = (const T*)a.q + head * a.q_head_stride + first * a.q_stride;
+        for (int64_t r = 0; r < m.num_rows; r += LANES)
+            pack_rows(q + r * a.q_stride, a.q_stride, std::min<int64_t>(m.num_rows - r, LANES), LANES,
+                      own + r * words);
+        for (m.first_key = 0; m.first_key < a.num_keys; m.first_key += BLOCK_KEYS) {
+            m.num_keys = std::min(a.num_keys - m.first_key, BLOCK_KEYS);
+            look(m);
+            if (m.seen.is_empty()) continue;
+            scores(m, h);
+            for (int64_t g = 0; g < m.num_groups; g++)
+                for (int64_t r = m.groups[g].first; r < m.groups[g].first + m.groups[g].count; r++)
+                    exponentials(m, h, r, m.groups[g].seen);
+            sums(m, h);
+        }
+    }
+
+    INLINE Range visible(const Meeting& m, int64_t row) const {
+        const int64_t token = row / a.rows_per_token;
+        const int64_t end = a.is_causal ? token + 1 - m.first_key : m.num_keys;
+        const int64_t start = a.unseen ? a.unseen[token] - m.first_key : 0;
+        return Range{std::max<int64_t>(start, 0), std::max<int64_t>(end, 0)}.part(0, m.num_keys);
+    }
+
+    // Who sees what. Groups that see nothing are left out.
+    void look(Meeting& m) const {
+        m.seen = {0, 0};
+        m.num_groups = 0;
+        for (int64_t r = 0; r < m.num_rows; r += ROWS) {
+            RowGroup group = {r, std::min<int64_t>(m.num_rows - r, ROWS), {0, 0}};
+            for (int64_t i = r; i < r + group.count; i++) {
+                m.rows[i] = visible(m, m.first_row + i);
+                group.seen = group.seen.with(m.rows[i]);
+            }
+            if (group.seen.is_empty()) continue;
+            m.seen = m.seen.with(group.seen);
+            m.groups[m.num_groups++] = group;
+        }
+    }
+
+    // Products of q and keys, panel by panel.
+    void scores(const Meeting& m, const DenseHead& h) const {
+        const Range panels = m.seen.widened(PANEL);
+        for (int64_t first = panels.start; first < panels.end; first += PANEL)
+            for (int64_t d = 0; d < words; d += depth) {
+                const float* panel = h.keys + (m.first_key + first) * words + d * PANEL;
+                for (int64_t g = 0; g < m.num_groups; g++) {
+                    const RowGroup& group = m.groups[g];
+                    if (group.seen.part(first, first + PANEL).is_empty()) continue;
+                    const int64_t r = group.first;
+                    const float* rows = m.packed + r / LANES * LANES * words + d * LANES + r % LANES;
+                    float* out = m.scores + r * BLOCK_KEYS + first;
+                    with_rows(group.count, [&](auto count) __attribute__((always_inline)) {
+                        add_scores<decltype(count)::value>(rows, panel, std::min(words - d, depth), d > 0, out);
+                    });
+                }
+            }
+    }
+
+    // Each part of the depth is summed by itself: sums of many terms are less exact.
+    template <int R>
+    static SEPARATE void add_scores(const float* rows, const float* panel, int64_t count, bool has_begun,
+                                    float* scores) {
+        Floats products[R][VECTORS] = {};
+        multiply_panel<PAIRS>(rows, LANES, panel, count, PANEL, products);
+        if (has_begun)
 #pragma GCC unroll 8
-        for (int i = 0; i < R; i++) {
-            Floats factor = splat(p[i * width + j]);
-            keep_in_register(factor);
+            for (int i = 0; i < R; i++)
 #pragma GCC unroll 4
-            for (int c = 0; c < C; c++) acc[i][c] += factor * columns[c];
-        }
-    }
+                for (int c = 0; c < VECTORS; c++) products[i][c] += load(scores + i * BLOCK_KEYS + c * LANES);
 #pragma GCC unroll 8
-    for (int i = 0; i < R; i++)
+        for (int i = 0; i < R; i++)
 #pragma GCC unroll 4
-        for (int c = 0; c < C; c++) {
-            float* to = out + i * out_stride + c * LANES;
-            store(to, load(to) + acc[i][c]);
-        }
-}
+            for (int c = 0; c < VECTORS; c++) store(scores + i * BLOCK_KEYS + c * LANES, products[i][c]);
+    }
 
-template <int C>
-static INLINE void dense_columns(const DenseArguments& a, const DenseBlock& b, int64_t count, int64_t start,
-                                 int64_t end, int64_t e, float* out) {
-    const float *p = b.scores + start, *values = b.values + start * a.v_stride + e;
-    int64_t r = 0;
-    for (; r + ROWS <= count; r += ROWS)
-        dense_values<ROWS, C>(p + r * b.width, b.width, values, a.v_stride, end - start,
-                              out + r * a.out_stride + e, a.out_stride);
-    for (; r < count; r++)
-        dense_values<1, C>(p + r * b.width, b.width, values, a.v_stride, end - start,
-                           out + r * a.out_stride + e, a.out_stride);
-}
-
-static inline void dense_sums(const DenseArguments& a, const DenseBlock& b, int64_t count, Visible block,
-                              float* out) {
-    for (int64_t start = block.start; start < block.end; start += VALUE_KEYS) {
-        const int64_t end = std::min(start + VALUE_KEYS, block.end);
-        int64_t e = 0;
-        for (int64_t left; (left = (a.v_dim - e) / LANES) > 0;) {
-            if (VECTORS > 2 && left != 4 && left >= 3) {
-                dense_columns<VECTORS>(a, b, count, start, end, e, out);
-                e += VECTORS * LANES;
-            } else if (left >= 2) {
-                dense_columns<2>(a, b, count, start, end, e, out);
-                e += 2 * LANES;
+    // Scores of row r -> words of exp(score - reference), 0 for what others of its group see.
+    void exponentials(const Meeting& m, const DenseHead& h, int64_t r, Range group) const {
+        float* scores = m.scores + r * BLOCK_KEYS;
+        const Range whole = group.widened(STEP * LANES), row = m.rows[r];
+        const float hidden = -std::numeric_limits<float>::infinity(), scale = *a.scale;
+        // A row that sees nothing may lie outside.
+        std::fill(scores + whole.start, scores + std::clamp(row.start, whole.start, whole.end), hidden);
+        std::fill(scores + std::clamp(row.end, whole.start, whole.end), scores + whole.end, hidden);
+        Floats most = splat(LOWEST);
+        for (int64_t at = whole.start; at < whole.end; at += LANES) most = maximum(load(scores + at), most);
+        const float top = join(most, maximum);
+        keep_reference(h, r, top == LOWEST ? top : top * scale);
+        const Floats subtracted = splat(h.references[r]), ones = to_pairs<PAIRS>(splat(1.0f), splat(1.0f));
+        Floats all = {};
+        for (int64_t at = whole.start; at < whole.end; at += STEP * LANES) {
+            // Subtracted first, which is nearly exact: the product's rounding does not grow with the scores.
+            Floats p = exp2<PAIRS>((load(scores + at) * scale - subtracted) * LOG2_E);
+            if constexpr (PAIRS) {
+                const Floats next = exp2<PAIRS>((load(scores + at + LANES) * scale - subtracted) * LOG2_E);
+                p = to_pairs<PAIRS>(p, next);
+                all = multiply_add<PAIRS>(all, p, ones);  // what is summed is what values are multiplied with
             } else {
-                dense_columns<1>(a, b, count, start, end, e, out);
-                e += LANES;
+                all += p;
+            }
+            store(scores + at / STEP, p);
+        }
+        h.sums[r] += join(all, [](Floats x, Floats y) { return x + y; });
+    }
+
+    // `top`: the highest score that is to come.
+    void keep_reference(const DenseHead& h, int64_t r, float top) const {
+        float& reference = h.references[r];
+        if (top <= reference + RISE && reference != LOWEST) return;
+        if (reference != LOWEST) {
+            const float factor = exp2(splat((reference - top) * LOG2_E))[0];
+            h.sums[r] *= factor;
+            for (int64_t e = 0; e < a.v_dim; e++) h.out[r * a.out_stride + e] *= factor;
+        }
+        reference = top;
+    }
+
+    // Exponentials times values, added to out.
+    void sums(const Meeting& m, const DenseHead& h) const {
+        const Range all = {m.seen.start / STEP, (m.seen.end + STEP - 1) / STEP};
+        for (int64_t first = all.start; first < all.end; first += VALUE_WORDS)
+            for (int64_t e = 0, vectors; e < columns; e += vectors * LANES) {
+                vectors = vectors_from(e);
+                const float* column = h.values + e * num_pairs + m.first_key / STEP * vectors * LANES;
+                for (int64_t g = 0; g < m.num_groups; g++) {
+                    const RowGroup& group = m.groups[g];
+                    const Range seen = Range{group.seen.start / STEP, (group.seen.end + STEP - 1) / STEP}
+                                           .part(first, first + VALUE_WORDS);
+                    if (seen.is_empty()) continue;
+                    const float *p = m.scores + group.first * BLOCK_KEYS + seen.start,
+                                *values = column + seen.start * vectors * LANES;
+                    float* out = h.out + group.first * a.out_stride + e;
+                    with_rows(group.count, [&](auto rows) __attribute__((always_inline)) {
+                        with_vectors(vectors, [&](auto width) __attribute__((always_inline)) {
+                            add_values<decltype(rows)::value, decltype(width)::value>(p, values, seen.end - seen.start, group.count, a.v_dim - e, out);
+                        });
+                    });
+                }
+            }
+    }
+
+    // out[i][e] += sum over words j of p[i][j] * value_j[e], for `present` of R rows, and the elements there are.
+    template <int R, int C>
+    SEPARATE void add_values(const float* p, const float* values, int64_t count, int64_t present, int64_t elements,
+                           float* out) const {
+        Floats acc[R][C] = {};
+        for (int64_t j = 0; j < count; j++) {
+            Floats column[C];
+#pragma GCC unroll 4
+            for (int c = 0; c < C; c++) column[c] = load(values + (j * C + c) * LANES);
+#pragma GCC unroll 8
+            for (int i = 0; i < R; i++) {
+                Floats factor = splat(p[i * BLOCK_KEYS + j]);
+                keep_in_register(factor);
+#pragma GCC unroll 4
+                for (int c = 0; c < C; c++) acc[i][c] = multiply_add<PAIRS>(acc[i][c], factor, column[c]);
             }
         }
-        for (; e < a.v_dim; e++)
-            for (int64_t r = 0; r < count; r++) {
-                float sum = 0;
-                for (int64_t j = start; j < end; j++)
-                    sum += b.scores[r * b.width + j] * b.values[j * a.v_stride + e];
-                out[r * a.out_stride + e] += sum;
-            }
+        if (present == R && elements >= C * LANES) {
+#pragma GCC unroll 8
+            for (int i = 0; i < R; i++)
+#pragma GCC unroll 4
+                for (int c = 0; c < C; c++) {
+                    float* to = out + i * a.out_stride + c * LANES;
+                    store(to, load(to) + acc[i][c]);
+                }
+            return;
+        }
+        float sums[R][C * LANES];
+        std::memcpy(sums, acc, sizeof sums);
+        for (int64_t i = 0; i < present; i++)
+            for (int64_t e = 0; e < std::min<int64_t>(elements, C * LANES); e++) out[i * a.out_stride + e] += sums[i][e];
     }
-}
-
-// Rows [first, first + count), counted from a.first_row, meet a block of keys of one head.
-static inline void dense_rows(const DenseArguments& a, const DenseBlock& b, int64_t head, int64_t first,
-                              int64_t count) {
-    Visible rows[ROW_BLOCK], block = {b.num_keys, 0};
-    for (int64_t r = 0; r < count; r++) {
-        rows[r] = visible_of(a, first + r, b.first_key, b.num_keys);
-        if (rows[r].start == rows[r].end) continue;
-        block = {std::min(block.start, rows[r].start), std::max(block.end, rows[r].end)};
-    }
-    if (block.start >= block.end) return;
-    const int64_t row = a.first_row + first;
-    dense_scores(a, b, count, block.start, block.end);
-    float* out = a.out + head * a.out_head_stride + row * a.out_stride;
-    const int64_t place = head * a.rows_per_head + row;
-    for (int64_t r = 0; r < count; r++)
-        dense_exponentials(a, b.scores + r * b.width, rows[r], block, a.references + place + r,
-                           a.sums + place + r, out + r * a.out_stride);
-    dense_sums(a, b, count, block, out);
-}
+};
 
 static void attend_dense(const DenseArguments& a) {
-    NoDenormals while_here;
-    static thread_local Buffer buffer;
-    const int64_t padded_keys = (a.num_keys + PANEL - 1) / PANEL * PANEL;
-    float* panels = buffer.get(padded_keys * a.dim + ROW_BLOCK * (a.dim + BLOCK_KEYS));
-    float* packed = panels + padded_keys * a.dim;
-    float* scores = packed + ROW_BLOCK * a.dim;
-    for (int64_t head = 0; head < a.num_kv_heads; head++) {
-        const float *k = a.k + head * a.k_head_stride, *v = a.v + head * a.v_head_stride;
-        for (int64_t j = 0; j < a.num_keys; j += PANEL)
-            pack_panel(k + j * a.k_stride, a.k_stride, std::min<int64_t>(a.num_keys - j, PANEL), a.dim, PANEL,
-                       panels + j * a.dim);
-        for (int64_t row = 0; row < a.num_rows; row += ROW_BLOCK) {
-            const int64_t count = std::min(a.num_rows - row, ROW_BLOCK);
-            const float* q = a.q + head * a.q_head_stride + (a.first_row + row) * a.q_stride;
-            for (int64_t r = 0; r < count; r += LANES)
-                pack_panel(q + r * a.q_stride, a.q_stride, std::min<int64_t>(count - r, LANES), a.dim, LANES,
-                           packed + r * a.dim);
-            for (int64_t key = 0; key < a.num_keys; key += BLOCK_KEYS)
-                dense_rows(a,
-                           {panels + key * a.dim, v + key * a.v_stride, packed, scores, key,
-                            std::min(a.num_keys - key, BLOCK_KEYS), BLOCK_KEYS},
-                           head, row, count);
-        }
-    }
+    if constexpr (HAS_PAIRS) DenseRows<uint16_t, true>(a).attend();
+    else if (a.is_bfloat16) DenseRows<uint16_t, false>(a).attend();
+    else DenseRows<float, false>(a).attend();
 }
+
+#undef SEPARATE

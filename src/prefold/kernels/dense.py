@@ -1,7 +1,10 @@
-"""Dense attention merged into the running softmax of its rows, in native code (dense.cpp). All is float32.
+"""Dense attention merged into the running softmax of its rows, in native code (dense.cpp).
 
 A row is a (token, query head) of a KV head, tokens outermost. Its sums are those of exp(score - reference),
-where scores are the products of q and k as they are: whoever makes q has scaled it.
+where a score is q . k * scale. Sums, scores and exponentials are float32.
+
+Queries, keys and values are float32 or bfloat16. The instruction set `PAIRS` multiplies bfloat16 as it is,
+for which the exponentials are rounded to bfloat16; others widen it to float32.
 """
 
 from __future__ import annotations
@@ -19,12 +22,19 @@ _Arguments = library.structure(
     "DenseArguments",
     (
         *("num_kv_heads", "dim", "v_dim", "first_row", "num_rows", "rows_per_head", "rows_per_token"),
-        *("num_keys", "is_causal", "q_head_stride", "q_stride", "k_head_stride", "k_stride"),
-        *("v_head_stride", "v_stride", "out_head_stride", "out_stride"),
+        *("num_keys", "is_causal", "is_bfloat16", "multiplies_pairs", "q_head_stride", "q_stride"),
+        *("k_head_stride", "k_stride", "v_head_stride", "v_stride", "out_head_stride", "out_stride"),
     ),
-    ("q", "k", "v", "out", "references", "sums", "unseen"),
+    ("q", "k", "v", "out", "references", "sums", "unseen", "scale"),
 )
 _attend_dense = library.declare("attend_dense", ctypes.c_void_p)
+
+PAIRS = "avx512_bf16"
+
+
+def instruction_sets() -> tuple[str, ...]:
+    """What this kernel can use on this processor: those of the library, and PAIRS."""
+    return (*library.instruction_sets(), *((PAIRS,) if library.has_pairs() else ()))
 
 
 def attend_(
@@ -36,6 +46,7 @@ def attend_(
     sums: torch.Tensor,
     tokens: slice,
     rows_per_token: int,
+    scale: float,
     causal: bool,
     unseen: torch.Tensor | None = None,
     instruction_set: str | None = None,
@@ -45,19 +56,25 @@ def attend_(
     Elements of a row of q, k, v and out lie side by side; other strides are free.
 
     Args:
-        q: [num_kv_heads, rows, dim].
+        q: [num_kv_heads, rows, dim], float32 or bfloat16 as k and v.
         k, v: [num_kv_heads, n, dim], [num_kv_heads, n, v_dim].
-        out: [num_kv_heads, rows, v_dim], sums of exp(score - reference) * value.
-        references, sums: [num_kv_heads, rows], contiguous. At first UNSEEN_REFERENCE and 0.
+        out: [num_kv_heads, rows, v_dim] float32, sums of exp(score - reference) * value.
+        references, sums: [num_kv_heads, rows] float32, contiguous. At first UNSEEN_REFERENCE and 0.
         tokens: whose rows.
+        scale: above 0.
         causal: token tokens.start + i sees keys 0..i.
         unseen: [tokens] int64: token tokens.start + i does not see the first unseen[i] keys.
-        instruction_set: one of `library.instruction_sets()`; default: the best.
+        instruction_set: one of `instruction_sets()`; default: the library's best. PAIRS needs bfloat16.
     """
     num_heads, num_rows, dim = q.shape
     num_keys, v_dim = v.shape[1:]
     num_tokens = tokens.stop - tokens.start
-    assert all(t.dtype == torch.float32 for t in (q, k, v, out, references, sums))
+    assert all(t.dtype == torch.float32 for t in (out, references, sums))
+    assert q.dtype == k.dtype == v.dtype, (q.dtype, k.dtype, v.dtype)
+    assert q.dtype in (torch.float32, torch.bfloat16), q.dtype
+    pairs = instruction_set == PAIRS
+    assert not pairs or (q.dtype == torch.bfloat16 and library.has_pairs())
+    assert scale > 0, scale
     assert k.shape == (num_heads, num_keys, dim), (q.shape, k.shape, v.shape)
     assert out.shape == (num_heads, num_rows, v_dim), (q.shape, out.shape, v.shape)
     assert references.shape == sums.shape == (num_heads, num_rows)
@@ -72,6 +89,7 @@ def attend_(
     if num_tokens == 0 or num_keys == 0:
         return
     assert all(t.stride(2) == 1 or t.shape[2] == 1 for t in (q, k, v, out))
+    factor = ctypes.c_float(scale)
     arguments = _Arguments(
         num_kv_heads=num_heads,
         dim=dim,
@@ -82,6 +100,8 @@ def attend_(
         rows_per_token=rows_per_token,
         num_keys=num_keys,
         is_causal=causal,
+        is_bfloat16=q.dtype == torch.bfloat16,
+        multiplies_pairs=pairs,
         q_head_stride=q.stride(0),
         q_stride=q.stride(1),
         k_head_stride=k.stride(0),
@@ -97,5 +117,6 @@ def attend_(
         references=references.data_ptr(),
         sums=sums.data_ptr(),
         unseen=None if unseen is None else unseen.data_ptr(),
+        scale=ctypes.addressof(factor),
     )
-    _attend_dense(instruction_set, ctypes.byref(arguments))
+    _attend_dense(None if pairs else instruction_set, ctypes.byref(arguments))

@@ -74,6 +74,24 @@ namespace {
 #undef PREFOLD_LANES
 #pragma GCC pop_options
 
+// AVX512 with products of bfloat16 pairs, for kernels that ask for it.
+#if defined(KERNEL_HAS_PAIRS)
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma,prefer-vector-width=512")
+#define PREFOLD_LANES 16
+#define PREFOLD_PAIRS
+namespace avx512_bf16 {
+namespace {
+#include "vectors.h"
+#include "parallel.h"
+#include KERNEL_SOURCE
+}
+}
+#undef PREFOLD_PAIRS
+#undef PREFOLD_LANES
+#pragma GCC pop_options
+#endif
+
 #define PREFOLD_DISPATCH(SET, CALL)            \
     do {                                       \
         if ((SET) == AVX512) avx512::CALL;     \

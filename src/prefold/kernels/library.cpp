@@ -29,6 +29,24 @@ int prefold_instruction_set() {
 // By which library.py knows whether the library is that of the sources beside it.
 const char* prefold_sources() { return PREFOLD_SOURCES; }
 
+// Whether it multiplies pairs of bfloat16, besides AVX512.
+int prefold_has_pairs() {
+#if defined(__x86_64__)
+    return prefold_instruction_set() == AVX512 && __builtin_cpu_supports("avx512bf16");
+#else
+    return 0;
+#endif
+}
+
+// Whether it does so at the full rate, twice that of float32. Intel's processors do at half of it.
+int prefold_has_fast_pairs() {
+#if defined(__x86_64__)
+    return prefold_has_pairs() && !__builtin_cpu_is("intel");
+#else
+    return 0;
+#endif
+}
+
 // Threads that kernels take when the calling thread calls them: torch's number, or 1 without OpenMP.
 int prefold_num_threads() {
 #if defined(_OPENMP)

@@ -64,6 +64,17 @@ def instruction_sets() -> tuple[str, ...]:
     return INSTRUCTION_SETS[: _BEST + 1]
 
 
+def has_pairs() -> bool:
+    """Whether kernels can multiply pairs of bfloat16 (AVX-512 BF16)."""
+    return _LIBRARY is not None and bool(_LIBRARY.prefold_has_pairs())
+
+
+def has_fast_pairs() -> bool:
+    """Whether that is faster than to widen them: by the processor's vendor, never by a measurement, so that
+    a machine gives the same tokens every time."""
+    return _LIBRARY is not None and bool(_LIBRARY.prefold_has_fast_pairs())
+
+
 def is_available() -> bool:
     """Whether callers may take native kernels; if not, `problem` says why."""
     return _LIBRARY is not None

@@ -2,6 +2,13 @@
 
 constexpr int LANES = PREFOLD_LANES;
 
+// Whether an instruction multiplies pairs of bfloat16.
+#ifdef PREFOLD_PAIRS
+constexpr bool HAS_PAIRS = true;
+#else
+constexpr bool HAS_PAIRS = false;
+#endif
+
 typedef float Floats __attribute__((vector_size(4 * PREFOLD_LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * PREFOLD_LANES)));
 typedef uint32_t Bits __attribute__((vector_size(4 * PREFOLD_LANES)));
@@ -18,6 +25,15 @@ static INLINE Floats load(const uint16_t* from) {
     Halves halves;
     std::memcpy(&halves, from, sizeof halves);
     return (Floats)(__builtin_convertvector(halves, Bits) << 16);
+}
+
+// The first `count` elements that there are, and 0.
+template <typename T>
+static INLINE Floats load_some(const T* from, int64_t count) {
+    if (count >= LANES) return load(from);
+    T present[LANES] = {};
+    std::memcpy(present, from, count * sizeof(T));
+    return load(present);
 }
 
 static INLINE void store(float* to, Floats floats) { std::memcpy(to, &floats, sizeof floats); }
@@ -103,7 +119,20 @@ static INLINE float total(Floats floats) {
     return value;
 }
 
-// 2^x within 1.5e-7 of its value, for x below 128; 0 instead of a denormal number.
+// All lanes' values as one.
+template <typename Operation>
+static INLINE float join(Floats floats, Operation operation) {
+#pragma GCC unroll 4
+    for (int half = LANES / 2; half > 0; half /= 2) {
+        Ints from;
+        for (int i = 0; i < LANES; i++) from[i] = (i + half) % LANES;
+        floats = operation(floats, __builtin_shuffle(floats, from));
+    }
+    return floats[0];
+}
+
+// 2^x within 1.5e-7 of its value, or 7.5e-5 if ROUGHLY, for x below 128; 0 instead of a denormal number.
+template <bool ROUGHLY = false>
 static INLINE Floats exp2(Floats x) {
 #if PREFOLD_LANES == 16
     // What lies above the next lower integer; scalef takes that integer for the exponent.
@@ -114,13 +143,19 @@ static INLINE Floats exp2(Floats x) {
     whole += (Ints)(__builtin_convertvector(whole, Floats) > x);
     const Floats fraction = x - __builtin_convertvector(whole, Floats);
 #endif
-    // The polynomial with the smallest relative error on [0, 1].
-    Floats y = splat(0.0018775767f);
-    y = y * fraction + 0.00898934f;
-    y = y * fraction + 0.055826318f;
-    y = y * fraction + 0.24015361f;
-    y = y * fraction + 0.6931531f;
-    y = y * fraction + 0.99999994f;
+    // The polynomials with the smallest relative error on [0, 1].
+    Floats y = splat(ROUGHLY ? 0.07802452f : 0.0018775767f);
+    if (ROUGHLY) {
+        y = y * fraction + 0.22606716f;
+        y = y * fraction + 0.69583356f;
+        y = y * fraction + 0.9999252f;
+    } else {
+        y = y * fraction + 0.00898934f;
+        y = y * fraction + 0.055826318f;
+        y = y * fraction + 0.24015361f;
+        y = y * fraction + 0.6931531f;
+        y = y * fraction + 0.99999994f;
+    }
 #if PREFOLD_LANES == 16
     return _mm512_scalef_ps(y, x);
 #else
@@ -137,9 +172,35 @@ struct NoDenormals {
 #endif
 };
 
+// sum + a * b, or, if PAIRS, with the products of the two bfloat16 values in each place of a and b.
+template <bool PAIRS>
+static INLINE Floats multiply_add(Floats sum, Floats a, Floats b) {
+    static_assert(!PAIRS, "not an instruction of this set");
+    return sum + a * b;
+}
+
+// The values of a, then of b, rounded to bfloat16, in pairs.
+template <bool PAIRS>
+static INLINE Floats to_pairs(Floats a, Floats b) {
+    static_assert(!PAIRS, "not an instruction of this set");
+    return a + b;
+}
+
+#ifdef PREFOLD_PAIRS
+template <>
+INLINE Floats multiply_add<true>(Floats sum, Floats a, Floats b) {
+    return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
+}
+
+template <>
+INLINE Floats to_pairs<true>(Floats a, Floats b) {
+    return (Floats)_mm512_cvtne2ps_pbh(b, a);
+}
+#endif
+
 // sums[i][c] += sum over d < depth of rows[d * rows_width + i] * panel[d * width + c * LANES ...]: each sum
 // in the order of d, one multiply-add after the other, wherever in the panel it stands.
-template <int R, int C>
+template <bool PAIRS = false, int R, int C>
 static INLINE void multiply_panel(const float* rows, int64_t rows_width, const float* panel, int64_t depth,
                                   int64_t width, Floats (&sums)[R][C]) {
     for (int64_t d = 0; d < depth; d++) {
@@ -150,7 +211,7 @@ static INLINE void multiply_panel(const float* rows, int64_t rows_width, const f
         for (int i = 0; i < R; i++) {
             const Floats row = splat(rows[d * rows_width + i]);
 #pragma GCC unroll 8
-            for (int c = 0; c < C; c++) sums[i][c] += row * columns[c];
+            for (int c = 0; c < C; c++) sums[i][c] = multiply_add<PAIRS>(sums[i][c], row, columns[c]);
         }
     }
 }

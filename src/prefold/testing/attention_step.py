@@ -232,7 +232,7 @@ def run_rank(groups: dict[str, ThreadGroup], step: Step, wanted: np.ndarray) -> 
     output = step.scheduler_output()
     states.apply(output)
     manager = PCPManager(as_groups, ownership, layout.ways, layout.min_split, cache, workspace)
-    backend = attention_backend(workspace, torch.device("cpu"))
+    backend = attention_backend(workspace, torch.device("cpu"), torch.float32)
     setup = AttentionSetup(
         attention=layout.mla,
         scale=SCALE,

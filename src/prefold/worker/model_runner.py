@@ -107,7 +107,7 @@ class ModelRunner:
                 formats=self._formats,
                 groups=self._groups,
                 ownership=self._ownership,
-                backend=attention_backend(workspace, self.kv_cache.device),
+                backend=attention_backend(workspace, self.kv_cache.device, compute_dtype),
                 workspace=workspace,
                 tile_tokens=self._config.runtime.context_workspace_tokens,
                 compute_dtype=compute_dtype,

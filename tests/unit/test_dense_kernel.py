@@ -1,0 +1,192 @@
+"""Dense attention of bfloat16 inputs against float64, its errors beside torch's kernel, and its threads."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from prefold.attention.backend import Queries
+from prefold.attention.native_backend import NativeBackend
+from prefold.kernels import dense, library
+from prefold.workspace import Workspace
+
+torch.set_num_threads(1)
+
+SETS = (*library.INSTRUCTION_SETS, dense.PAIRS)
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(params=SETS)
+def instruction_set(request: pytest.FixtureRequest) -> str:
+    assert library.instruction_sets(), "the native library was not built: see setup.py"
+    if request.param not in dense.instruction_sets():
+        pytest.skip(f"{request.param}: not on this processor")
+    return request.param
+
+
+def random(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return (torch.randn(*shape, generator=generator) * scale).to(BF16)
+
+
+class Attention:
+    """One request's queries, and what they have seen of keys and values, [heads, n, dim] each."""
+
+    def __init__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, instruction_set: str | None
+    ) -> None:
+        self.q, self.k, self.v, self.scale = q, k, v, scale
+        self.backend = NativeBackend(Workspace(poison=True), q.dtype, instruction_set)
+        (self.state,) = self.backend.start([Queries(q, k.shape[0], v.shape[2])], scale)
+        self.seen = torch.zeros(q.shape[0], k.shape[1], dtype=torch.bool)
+
+    def attend(
+        self, tokens: slice, keys: slice, causal: bool = False, unseen: torch.Tensor | None = None
+    ) -> None:
+        num_keys = keys.stop - keys.start
+        k = self.backend.keys(len(self.k), num_keys, self.k.shape[2])
+        v = self.backend.values(len(self.v), num_keys, self.v.shape[2])
+        self.backend.attend_(
+            self.state, tokens, k.copy_(self.k[:, keys]), v.copy_(self.v[:, keys]), causal, unseen
+        )
+        square = torch.ones(tokens.stop - tokens.start, num_keys, dtype=torch.bool)
+        square = square.tril() if causal else square
+        if unseen is not None:
+            square &= torch.arange(num_keys) >= unseen[:, None]
+        self.seen[tokens, keys] |= square
+
+    def result(self, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+        """out [n, heads, v_dim] and lse [n, heads]; uses the state up."""
+        lse = self.backend.lse(self.state)
+        out = torch.full((*self.q.shape[:2], self.v.shape[2]), math.nan, dtype=dtype)
+        self.backend.finish(self.state, out)
+        return out, lse
+
+    def exact(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """In float64: out, lse, sums of weight * |value|, and the largest sums of |q_i * k_i| * scale of any
+        token and head."""
+        group = self.q.shape[1] // len(self.k)
+        q, k, v = (x.double() for x in (self.q, *(x.repeat_interleave(group, 0) for x in (self.k, self.v))))
+        scores = torch.einsum("thd,hnd->thn", q, k) * self.scale
+        scores = scores.masked_fill(~self.seen[:, None], -math.inf)
+        lse = scores.logsumexp(-1)
+        weights = torch.exp(scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None])
+        out, size = (torch.einsum("thn,hnv->thv", weights, x) for x in (v, v.abs()))
+        largest = torch.einsum("thd,hnd->thn", q.abs(), k.abs()).amax(-1) * self.scale
+        return out, lse, size, largest
+
+    def check(self, instruction_set: str) -> None:
+        """Weights have the relative error of scores' roundings, and with pairs that of bfloat16 (2^-8) and
+        the exponential's 7.5e-5. It is in sums of weights, and again in those of values."""
+        expected, expected_lse, size, largest = self.exact()
+        out, lse = self.result()
+        each = 16 * 2**-24 * (1 + largest) + (2**-8 + 1e-4 if instruction_set == dense.PAIRS else 1e-6)
+        assert torch.equal(lse == -math.inf, expected_lse == -math.inf)
+        seen = lse > -math.inf
+        assert not out[~seen].any()
+        assert ((lse - expected_lse).abs() <= 1.01 * each)[seen].all()
+        assert ((out - expected).abs() <= 2.02 * each[..., None] * size + 1e-30).all()
+
+
+# qk_dim, v_dim, heads, KV heads. Odd ones end within a pair.
+SHAPES = [(32, 32, 2, 2), (64, 64, 4, 1), (41, 37, 2, 1), (80, 96, 1, 1), (192, 128, 1, 1), (576, 512, 2, 1)]
+
+
+@pytest.mark.parametrize(("qk_dim", "v_dim", "heads", "kv_heads"), SHAPES)
+def test_every_length(instruction_set: str, qk_dim: int, v_dim: int, heads: int, kv_heads: int):
+    k, v = random(kv_heads, 120, qk_dim, seed=1), random(kv_heads, 120, v_dim, seed=2)
+    for length in range(1, 71, 1 if instruction_set == dense.PAIRS else 3):
+        q = random(length, heads, qk_dim, seed=length)
+        attention = Attention(q, k[:, : length + 50], v[:, : length + 50], qk_dim**-0.5, instruction_set)
+        attention.attend(slice(0, length), slice(0, length), causal=True)
+        attention.attend(slice(length // 3, length), slice(length, length + 7 * length % 50))
+        attention.check(instruction_set)
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+def test_around_blocks_of_rows_and_keys(instruction_set: str, heads: int):
+    for edge in (8, 32, 48, 96, 384, 480):
+        for length in (edge - 1, edge, edge + 1):
+            q, k, v = random(length, heads, 8), random(1, length, 8, seed=1), random(1, length, 6, seed=2)
+            attention = Attention(q, k, v, 0.3, instruction_set)
+            attention.attend(slice(0, length), slice(0, length), causal=True)
+            attention.check(instruction_set)
+
+
+@pytest.mark.parametrize("magnitude", [1.0, 30.0])
+def test_keys_that_tokens_do_not_see(instruction_set: str, magnitude: float):
+    """Blocks that a token sees in part, from any key on, or not at all; scores of up to 1,000s."""
+    for length in (1, 2, 9, 130, 400):
+        q, k, v = (
+            random(length, 2, 8, scale=magnitude),
+            random(1, 500, 8, seed=1, scale=magnitude),
+            random(1, 500, 5),
+        )
+        attention = Attention(q, k, v, 0.5, instruction_set)
+        generator = torch.Generator().manual_seed(length)
+        for start, end, causal in ((0, length, True), (length, 500, False)):
+            unseen = torch.randint(0, end - start + 1, (length,), generator=generator).sort().values
+            attention.attend(slice(0, length), slice(start, end), causal, unseen)
+        attention.check(instruction_set)
+
+
+def test_minus_infinity_is_a_score(instruction_set: str):
+    q, k, v = random(3, 1, 16).abs(), random(1, 70, 16), random(1, 70, 16)
+    k[0, :50] = -math.inf
+    first = Attention(q, k, v, 0.5, instruction_set)
+    first.attend(slice(0, 3), slice(0, 50))
+    first.attend(slice(0, 2), slice(50, 70))
+    only = Attention(q, k, v, 0.5, instruction_set)
+    only.attend(slice(0, 2), slice(50, 70))
+    for one, other in zip(first.result(), only.result()):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize(("qk_dim", "heads", "kv_heads"), [(64, 4, 1), (128, 1, 1), (192, 1, 1)])
+def test_errors_are_not_larger_than_those_of_torchs_kernel(
+    dtype: torch.dtype, qk_dim: int, heads: int, kv_heads: int
+):
+    length, shape = 512, (kv_heads, 512, qk_dim)
+    q, k, v = random(length, heads, qk_dim), random(*shape, seed=1), random(*shape, seed=2)
+    if dtype == torch.float32:
+        q, k, v = (x.float() + 2**-10 * random(*x.shape, seed=3) for x in (q, k, v))
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    theirs = kernel(q.transpose(0, 1)[None], k[None], v[None], 0.0, True)[0][0].transpose(0, 1)
+    # Of torch's vector length: shorter vectors have longer sums.
+    best = library.instruction_sets()[-1]
+    for instruction_set in {best, dense.instruction_sets()[-1] if dtype == BF16 else best}:
+        attention = Attention(q, k, v, qk_dim**-0.5, instruction_set)
+        attention.attend(slice(0, length), slice(0, length), causal=True)
+        expected, ours = attention.exact()[0], attention.result(dtype)[0]
+        own, other = ((x.double() - expected).square().mean().sqrt() for x in (ours, theirs))
+        assert own <= other, (instruction_set, own, other)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_threads_do_not_change_a_bit(heads: int, dtype: torch.dtype):
+    """Heads that go round and that do not, causal squares of several blocks, few rows and many."""
+    instruction_set = dense.instruction_sets()[-1 if dtype == BF16 else -2]
+    for length, num_keys in ((300, 300), (1, 900), (97, 130)):
+        q, k, v = (
+            random(*s).to(dtype) for s in ((length, heads, 64), (heads, num_keys, 64), (heads, num_keys, 48))
+        )
+        results = []
+        for num_threads in (1, 2, 3):
+            torch.set_num_threads(num_threads)
+            attention = Attention(q, k, v, 0.125, instruction_set)
+            attention.attend(slice(0, length), slice(0, num_keys), causal=length == num_keys)
+            results.append(attention.result())
+        torch.set_num_threads(1)
+        for one in results[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(one, results[0]))
+
+
+def test_pairs_of_nothing_are_refused():
+    q = torch.zeros(1, 1, 4)
+    sums = torch.zeros(1, 1)
+    with pytest.raises(AssertionError):
+        dense.attend_(q, q, q, q, sums, sums, slice(0, 1), 1, 1.0, False, None, dense.PAIRS)
