@@ -107,7 +107,7 @@ class WarmPopen(subprocess.Popen):
         ends = rest[6], rest[9], rest[11]  # of the pipes, those of the child; -1: it inherits
         direct = self.nursery is None
         if not _is_ours(args) or preexec_fn is not None or cwd is not None or (direct and _num_threads() > 1):
-            super()._execute_child(args, executable, preexec_fn, close_fds, *rest)
+            super()._execute_child(args, executable, preexec_fn, close_fds, *rest)  # type: ignore[misc]
             return
         fds = {fd: fd for fd in pass_fds}
         for number, fd in enumerate(ends):
