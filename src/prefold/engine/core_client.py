@@ -40,7 +40,7 @@ KILL_S = 5.0
 PING_EVERY_S = 1.0
 RANKS_SHARE = 0.6
 """Of the time that somebody waits for the ranks' signs of life: what is left is for the way back."""
-START_SILENCE_S = 60.0
+START_SILENCE_S = 180.0
 """How long a process that starts may be silent at least: loading libraries keeps its threads from running."""
 
 logger = logging.getLogger("prefold")

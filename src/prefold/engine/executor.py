@@ -37,8 +37,9 @@ logger = logging.getLogger("prefold")
 
 SHUTDOWN_GRACE_S = 5.0
 """How long workers may take to leave when asked; then they are killed."""
-START_SILENCE_S = 60.0
-"""How long a rank that starts may be silent at least: loading libraries can keep its threads from running."""
+START_SILENCE_S = 180.0
+"""How long a rank that starts may be silent at least. Before it is forked torch is imported: that may take
+minutes from a cold network disk or on an overloaded machine. A rank that ends is noticed at once anyway."""
 POLL_S = 1.0
 
 

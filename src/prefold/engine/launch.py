@@ -15,8 +15,8 @@ from pathlib import Path
 import prefold
 
 MAX_ANSWER = 100
-KILL_S = 1.0
-"""How long the fork server may take for what it does at once; then it is killed."""
+KILL_S = 5.0
+"""How long the fork server may take for what it does at once, if it has a core; then it is killed."""
 
 
 class LocalRanks:
