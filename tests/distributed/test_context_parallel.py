@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from prefold.attention import travel
+from prefold.kernels import library
 from prefold.testing.attention_step import Layout, Req, check_step, decode, prefill, random_batch
 from prefold.worker import step_plan
 
@@ -52,6 +53,22 @@ WAYS = ["local", "sliced"]
 @pytest.mark.parametrize("name", BATCHES)
 def test_a_step_on_ranks_equals_dense_attention(name: str, size: int, way: str):
     check_step(BATCHES[name], Layout(size, way=way))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("name", ["the last token of a prompt", "decode only", "mixed"])
+def test_few_queries_without_native_kernels(name: str, size: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(library, "is_available", lambda: False)
+    check_step(BATCHES[name], Layout(size, way="local"))
+
+
+@pytest.mark.parametrize("cache_dtype", ["bfloat16", "fp8_e4m3"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_few_queries_at_stored_rows(size: int, cache_dtype: str):
+    """In one call with those of other requests, neighbours in the batch or not."""
+    chunks = [prefill(40, 1), prefill(0, 40), prefill(33, 8), prefill(31, 9), prefill(1, 3)]
+    for requests in (chunks, [*chunks, decode(30), decode(64, 3)], [decode(1), decode(50)]):
+        check_step(requests, Layout(size, cache_dtype=cache_dtype))
 
 
 @pytest.mark.usefixtures("form")

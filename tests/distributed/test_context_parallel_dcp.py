@@ -10,6 +10,7 @@ import torch
 
 from prefold.attention import merge, travel
 from prefold.attention.context_ways import ContextWays
+from prefold.kernels import library
 from prefold.testing.attention_step import (
     HEADS_PER_RANK,
     NUM_LAYERS,
@@ -67,6 +68,14 @@ def test_both_forms(sizes: tuple[int, int, int], way: str, form: str, monkeypatc
     for module in (step_plan, travel):
         monkeypatch.setattr(module, "prefer_absorbed", lambda *_: form == "absorbed")
     check_step(BATCHES["mixed"], layout_of(sizes, way=way))
+
+
+@pytest.mark.parametrize("name", ["decode", "rows of several tokens"])
+def test_decode_without_native_kernels(
+    sizes: tuple[int, int, int], name: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(library, "is_available", lambda: False)
+    check_step(BATCHES[name], layout_of(sizes))
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -136,10 +136,10 @@ def test_formats_of_a_row_have_the_bytes_that_are_counted():
     mla = MLAConfig(None, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
     for dtype, width in (("float32", 576), ("bfloat16", 576), ("fp8_e4m3", 656)):
         (form,) = row_formats(mla, 1, dtype, Workspace())
-        assert (form.dim, form.width, form.is_plain) == (576, width, dtype != "fp8_e4m3")
+        assert (form.dim, form.width, form.fp8_rows is None) == (576, width, dtype != "fp8_e4m3")
         out = torch.empty(5, form.width, dtype=form.dtype)
         rows = torch.randn(5, 576).bfloat16()
         form.encode(rows, out)
         error = (form.decode(out).float() - rows.float()).abs()
         assert bool((error <= rows.float().abs() * 2.0**-4 + 2.0**-15).all())
-        assert form.is_plain == torch.equal(form.decode(out).float(), rows.float())
+        assert (form.fp8_rows is None) == torch.equal(form.decode(out).float(), rows.float())

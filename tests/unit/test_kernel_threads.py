@@ -11,6 +11,7 @@ import torch
 
 from prefold.kernels import fp8, fused, indexer, library, native
 from prefold.kernels.quantized import QuantizedMatrix
+from prefold.kernels.rows import BlockRows, attend
 
 THREADS = (1, 2, 3)
 
@@ -142,3 +143,21 @@ def test_what_lies_between_products(dtype: torch.dtype) -> None:
 
     for compute in (norm, turn, route, lambda name: fused.gate_(x.clone(), name).contiguous()):
         check_all_threads(compute)
+
+
+def test_attention_to_rows() -> None:
+    """Queries that threads share, and queries that they do not: splits of 512 rows, merged in order."""
+    torch.manual_seed(0)
+    cache = torch.randn(3000, 64).bfloat16()
+    for lengths in ([2900], [600, 1], [5, 2000, 1025, 0, 512], [1] * 9):
+        tables = torch.zeros(len(lengths), dtype=torch.int64)
+        keys = BlockRows(torch.arange(3000)[None], tables, torch.tensor(lengths), block_size=1)
+        q, lse = torch.randn(len(lengths), 5, 64), torch.empty(len(lengths), 5)
+        out = torch.empty(len(lengths), 5, 48)
+
+        def compute(name: str, q=q, keys=keys, out=out, lse=lse) -> torch.Tensor:
+            attend(q, keys, cache, 0.3, out.fill_(torch.nan), lse, instruction_set=name)
+            return torch.cat((out.flatten(), lse.flatten()))
+
+        check_all_threads(compute)
+        assert out.isfinite().all()

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from prefold.attention.row_format import PlainFormat
 from prefold.attention.selected import attend_selected
-from prefold.kernels import library, rows
-from prefold.kernels.rows import RowHeads
+from prefold.kernels import fp8, library, rows
+from prefold.kernels.fp8 import FP8Rows
+from prefold.kernels.rows import BlockRows, RowHeads
 from prefold.workspace import Workspace
 
 torch.set_num_threads(1)
@@ -53,17 +55,18 @@ def reference(
 
 def attend(
     q: torch.Tensor,
-    slots: torch.Tensor,
+    keys: torch.Tensor | BlockRows,
     cache: torch.Tensor,
     scale: float,
     v_dim: int,
     instruction_set: str,
     heads: RowHeads | None = None,
+    fp8_rows: FP8Rows | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The kernel's results, from buffers with something behind each row."""
     out = torch.full((*q.shape[:2], v_dim + 3), 7.0)
     lse = torch.full((*q.shape[:2], 2), 7.0)
-    rows.attend(q, slots, cache, scale, out[..., :v_dim], lse[..., 0], heads, instruction_set)
+    rows.attend(q, keys, cache, scale, out[..., :v_dim], lse[..., 0], heads, fp8_rows, instruction_set)
     assert bool((out[..., v_dim:] == 7).all()), "wrote beside the result"
     assert bool((lse[..., 1] == 7).all()), "wrote beside the result"
     return out[..., :v_dim], lse[..., 0]
@@ -106,6 +109,105 @@ def test_keys_and_values_of_several_heads(instruction_set: str, dtype: torch.dty
         exact_out, exact_lse = reference(q[0], k, v, 0.3)
         torch.testing.assert_close(out[0].double(), exact_out, atol=3e-6, rtol=0)
         torch.testing.assert_close(lse[0].double(), exact_lse, atol=3e-6, rtol=1e-6)
+
+
+LENGTHS = (0, *range(1, 71), 511, 512, 513, 1023, 1024, 1025, 1500)
+BLOCK_SIZES = (1, 3, 4, 16, 64)
+
+FORMS = (
+    # KV heads (0: one key for all heads, whose value is its beginning), heads, dim, v_dim
+    (0, 16, 576, 512),
+    (0, 3, 20, 16),
+    (1, 1, 64, 64),
+    (2, 8, 64, 64),
+    (4, 8, 32, 32),
+    (3, 9, 64, 64),
+    (1, 8, 96, 96),
+    (2, 2, 40, 40),
+    (1, 12, 128, 128),
+)
+
+
+def paged_case(form: tuple[int, int, int, int], stored_as: str, lengths: tuple[int, ...], block_size: int):
+    """A cache in which only the rows of some requests are not NaN: (cache, their rows as floats, keys, where
+    heads are, shape in FP8)."""
+    kv_heads, _, dim, v_dim = form
+    width = dim if kv_heads == 0 else 2 * kv_heads * dim
+    layout = RowHeads() if kv_heads == 0 else RowHeads(kv_heads, dim, kv_heads * dim, dim)
+    counts = [-(-length // block_size) for length in lengths]
+    num_blocks = sum(counts) + 2
+    order = torch.randperm(num_blocks)
+    blocks = torch.full((len(lengths), max(counts) + 1), 10**9, dtype=torch.int64)
+    elements = [torch.randn(length, width) for length in lengths]
+    fp8_rows = None
+    if stored_as == "fp8":
+        fp8_rows = FP8Rows(1, v_dim, dim - v_dim) if kv_heads == 0 else FP8Rows(2 * kv_heads, dim, 0)
+        cache = torch.full((num_blocks * block_size, fp8_rows.num_bytes + 7), 0xFF, dtype=torch.uint8)
+    else:
+        cache = torch.full((num_blocks * block_size, width + 5), torch.nan, dtype=getattr(torch, stored_as))
+    for i, (own, count) in enumerate(zip(elements, counts)):
+        blocks[i, :count], order = order[:count], order[count:]
+        slots = (blocks[i, :count, None] * block_size + torch.arange(block_size)).flatten()[: len(own)]
+        if fp8_rows is None:
+            cache[slots, :width] = own.to(cache.dtype)
+            own.copy_(own.to(cache.dtype))
+            continue
+        stored = cache[slots]
+        fp8.encode(fp8_rows, own, stored)
+        decoded = torch.empty(len(own), width, dtype=torch.bfloat16)
+        fp8.decode(fp8_rows, stored, decoded)
+        cache[slots] = stored
+        own.copy_(decoded)
+    tables = torch.arange(len(lengths))
+    keys = BlockRows(blocks, tables, torch.tensor(lengths, dtype=torch.int64), block_size)
+    return cache, elements, keys, layout, fp8_rows
+
+
+def heads_of(elements: torch.Tensor, form: tuple[int, int, int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows [n, width] -> keys and values of all query heads [heads, n, ...]."""
+    kv_heads, num_heads, dim, v_dim = form
+    if kv_heads == 0:
+        k = elements.expand(num_heads, -1, -1)
+        return k, k[..., :v_dim]
+    both = elements.view(len(elements), 2, kv_heads, dim).permute(1, 2, 0, 3)
+    k, v = both.repeat_interleave(num_heads // kv_heads, 1)
+    return k, v
+
+
+@pytest.mark.parametrize("stored_as", ["float32", "bfloat16", "fp8"])
+def test_rows_in_blocks_of_every_length(instruction_set: str, stored_as: str) -> None:
+    """Requests of several lengths at once, in blocks that end anywhere, with and without a window."""
+    torch.manual_seed(0)
+    for case in range(45):
+        form, block_size = FORMS[case % len(FORMS)], BLOCK_SIZES[case // len(FORMS)]
+        lengths = LENGTHS[case % 15 :: 15]
+        cache, elements, keys, layout, fp8_rows = paged_case(form, stored_as, lengths, block_size)
+        window = (None, None, 1, 7, 600)[case // len(FORMS)]
+        keys = replace(keys, window=window)
+        q = torch.randn(len(lengths), form[1], form[2])
+        scale = form[2] ** -0.5
+        out, lse = attend(q, keys, cache, scale, form[3], instruction_set, layout, fp8_rows)
+        for i, own in enumerate(elements):
+            k, v = heads_of(own[-window:] if window else own, form)
+            exact_out, exact_lse = reference(q[i], k, v, scale)
+            torch.testing.assert_close(out[i].double(), exact_out, atol=3e-6, rtol=0)
+            torch.testing.assert_close(lse[i].double(), exact_lse, atol=3e-6, rtol=1e-6)
+
+
+def test_queries_may_share_blocks(instruction_set: str) -> None:
+    """Several tokens of a request. A query's bits do not depend on who else is there."""
+    torch.manual_seed(0)
+    form = (2, 8, 64, 64)
+    cache, elements, keys, layout, _ = paged_case(form, "bfloat16", (700, 30), 16)
+    keys = replace(keys, tables=torch.tensor([0, 1, 0, 0]), lengths=torch.tensor([690, 30, 691, 700]))
+    q = torch.randn(4, 8, 64)
+    together, _ = attend(q, keys, cache, 0.2, 64, instruction_set, layout)
+    for i, (table, length) in enumerate(zip(keys.tables.tolist(), keys.lengths.tolist())):
+        own = replace(keys, tables=keys.tables[i : i + 1], lengths=keys.lengths[i : i + 1])
+        alone, _ = attend(q[i : i + 1], own, cache, 0.2, 64, instruction_set, layout)
+        assert torch.equal(alone[0], together[i])
+        exact, _ = reference(q[i], *heads_of(elements[table][:length], form), 0.2)
+        torch.testing.assert_close(together[i].double(), exact, atol=3e-6, rtol=0)
 
 
 def test_scores_of_any_size(instruction_set: str) -> None:
@@ -175,6 +277,5 @@ def test_what_the_kernel_is_not_for() -> None:
     assert rows.can_attend(q, cache.bfloat16())
     assert not rows.can_attend(q, cache.half())
     assert not rows.can_attend(q.double(), cache)
-    torch.set_num_threads(2)
-    assert not rows.can_attend(q, cache)
-    torch.set_num_threads(1)
+    assert not rows.can_attend(q, cache, FP8Rows(1, 8, 0))
+    assert rows.can_attend(q, cache.to(torch.uint8), FP8Rows(1, 8, 0))

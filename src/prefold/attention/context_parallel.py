@@ -16,13 +16,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from prefold.attention.backend import AttentionBackend, HeadRows, LatentRows
 from prefold.attention.forms import KVForms
 from prefold.attention.kv_tiles import KVTiles
-from prefold.attention.plan import Rows, StepPlan
+from prefold.attention.paged import PagedCache, PagedQueries, attend_own, can_attend_paged, is_paged
+from prefold.attention.plan import RequestWork, Rows, StepPlan
 from prefold.attention.queries import LayerQueries
 from prefold.attention.row_format import RowFormat
 from prefold.attention.shared_decode import AttendShard, ShardWalks, SharedDecode
@@ -78,11 +78,23 @@ class ContextParallelAttention:
         self._workspace = setup.workspace
         self._walker = Walker(setup.backend, setup.tile_tokens)
         self._compute_dtype = setup.compute_dtype
+        self._can_attend_paged = can_attend_paged(setup.kv_cache)
+        self._holds_requests = ownership.dcp_size == 1
         self._plan: StepPlan | None = None
+        self._walked: tuple[RequestWork, ...] = ()
+        self._few: PagedQueries | None = None
+        self._few_shared: PagedQueries | None = None
 
     def begin_step(self, plan: StepPlan) -> None:
         """Set the step that the coming `attend` calls, one per layer, belong to."""
         self._plan = plan
+        has_one_form = isinstance(self._attention, GQAConfig)
+        pages = self._can_attend_paged and self._holds_requests
+        paged = [pages and is_paged(work, has_one_form) for work in plan.works]
+        self._walked = tuple(work for work, is_one in zip(plan.works, paged) if not is_one)
+        self._few = PagedQueries.of_works([work for work, is_one in zip(plan.works, paged) if is_one])
+        shared = plan.shared_decode if self._can_attend_paged else ()
+        self._few_shared = PagedQueries.of_shared(shared)
 
     def attend(
         self, layer_idx: int, q: torch.Tensor, kv: torch.Tensor, rows: LatentRows | HeadRows
@@ -102,18 +114,20 @@ class ContextParallelAttention:
         new_kv = self._encode(kv, plan)
         cache = self._kv_cache[layer_idx][..., : new_kv.shape[1]]
         forms = KVForms.of(rows, self._compute_dtype, self._backend, self._workspace)
-        reader = CacheReader(cache[..., :width], self._format, self._workspace)
+        stored = PagedCache(cache[..., :width], self._format)
+        reader = CacheReader(stored.rows, self._format, self._workspace)
         gather = self._groups["pcp"].start_all_gather(new_kv[: plan.gather_tokens])
         self._write(cache, new_kv[plan.num_prefill_tokens : plan.num_tokens], plan.write_decode)
         trips = self._trips(plan, q, forms, reader)
         for trip in trips[:1]:
             trip.send()
-        decode = self._start_decode(plan, q, forms, reader)
+        decode = self._start_decode(plan, q, forms, stored)
 
-        requests = [(work.tokens, work.absorbed) for work in plan.works]
+        works = self._walked
+        requests = [(work.tokens, work.absorbed) for work in works]
         queries = LayerQueries(q, requests, forms, self._scale, self._backend, self._workspace, "attention")
-        windows = [work.window(forms.window) for work in plan.works]
-        for work, walk, window in zip(plan.works, queries.walks, windows):
+        windows = [work.window(forms.window) for work in works]
+        for work, walk, window in zip(works, queries.walks, windows):
             for run, segment in zip(work.runs, work.own):
                 source = rows_of(new_kv[:, :width], run.start - run.offset, self._format)
                 self._walker.run(walk, [segment], source, window)
@@ -129,28 +143,34 @@ class ContextParallelAttention:
         self._write(cache, all_new, plan.write_new)
         for trip in trips[:1]:
             trip.send_back()
-        for work, walk, window in zip(plan.works, queries.walks, windows):
+        for work, walk, window in zip(works, queries.walks, windows):
             source = rows_of(all_new[:, :width], -work.first_new_row, self._format)
             self._walker.run(walk, work.others, source, window)
-        self._finish(plan, queries, trips, out)
+        if self._few is not None:
+            attend_own(self._few, stored, q, forms, self._scale, out, self._workspace)
+        self._finish(queries, trips, out)
         return out, all_new
 
     def _encode(self, kv: torch.Tensor, plan: StepPlan) -> torch.Tensor:
         """New KV as it is stored, with room for the rows that pad the gather. A layer whose rows lack the
         last part stores none of it."""
+        is_whole = kv.shape[1] == sum(one.dim for one in self._formats)
+        formats = self._formats if is_whole else self._formats[:-1]
         rows = max(plan.gather_tokens, plan.num_tokens)
-        ends = np.cumsum([one.dim for one in self._formats]).tolist()
-        formats = self._formats[: ends.index(kv.shape[1]) + 1]
-        widths = [one.width for one in formats]
-        new_kv = self._workspace.get("attention.new_kv", (rows, sum(widths)), self._kv_cache.dtype)
-        stored = new_kv[: plan.num_tokens].split(widths, dim=1)
-        parts = kv.split([one.dim for one in formats], dim=1)
-        for one, part, out in zip(formats, parts, stored, strict=True):
-            one.encode(part, out)
+        shape = (rows, sum(one.width for one in formats))
+        new_kv = self._workspace.get("attention.new_kv", shape, self._kv_cache.dtype)
+        dim = width = 0
+        for one in formats:
+            part, stored = kv[:, dim : dim + one.dim], new_kv[: plan.num_tokens, width : width + one.width]
+            one.encode(part, stored)
+            dim, width = dim + one.dim, width + one.width
+        assert dim == kv.shape[1], (dim, kv.shape)
         return new_kv
 
     def _trips(self, plan: StepPlan, q: torch.Tensor, forms: KVForms, reader: CacheReader) -> list[Trip]:
         """One per piece of travelling queries."""
+        if not plan.travel:
+            return []
         tools = TravelTools(
             group=self._travel_group,
             absorbed=self._heads_differ,
@@ -165,15 +185,21 @@ class ContextParallelAttention:
         return [Trip(piece, tools, q) for piece in plan.travel]
 
     def _start_decode(
-        self, plan: StepPlan, q: torch.Tensor, forms: KVForms, reader: CacheReader
+        self, plan: StepPlan, q: torch.Tensor, forms: KVForms, stored: PagedCache
     ) -> SharedDecode | None:
         """The decode tokens of a sharded cache, with their queries on the way."""
         if not plan.shared_decode:
             return None
-        walks = ShardWalks(
-            plan.shared_decode, forms.absorbed, self._scale, reader, self._walker, self._backend
-        )
-        decode = self._shared_decode(walks, forms)
+        form, scale, paged = forms.absorbed, self._scale, self._few_shared
+        if paged is None:
+            reader = CacheReader(stored.rows, self._format, self._workspace)
+            attend = ShardWalks(plan.shared_decode, form, scale, reader, self._walker, self._backend)
+        else:
+
+            def attend(q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+                stored.attend(paged, q, form, None, scale, out, lse)
+
+        decode = self._shared_decode(attend, forms)
         decode.send(q[plan.num_prefill_tokens :])
         return decode
 
@@ -195,21 +221,25 @@ class ContextParallelAttention:
         shape = (plan.num_new_tokens, width)
         all_new = self._workspace.get("attention.all_new", shape, self._kv_cache.dtype)
         for rows, part in zip(plan.new_rows, gather.wait(), strict=True):
-            all_new.index_copy_(0, rows, part[: len(rows)])
+            if len(rows) > 0:
+                all_new.index_copy_(0, rows, part[: len(rows)])
         gather.release()
         return all_new
 
     def _write(self, cache: torch.Tensor, stored: torch.Tensor, copy: Rows) -> None:
-        """Copy stored rows to slots of one layer's cache."""
-        shape = (len(copy.rows), stored.shape[1])
-        rows = self._workspace.get("attention.written", shape, stored.dtype)
-        torch.index_select(stored, 0, copy.rows, out=rows)
-        cache.view(-1, cache.shape[-1]).index_copy_(0, copy.slots, rows)
+        """Copy stored rows, each at most once, to slots of one layer's cache."""
+        num_rows = len(copy.rows)
+        if num_rows == 0:
+            return
+        if num_rows < len(stored):
+            rows = self._workspace.get("attention.written", (num_rows, stored.shape[1]), stored.dtype)
+            stored = torch.index_select(stored, 0, copy.rows, out=rows)
+        cache.view(-1, cache.shape[-1]).index_copy_(0, copy.slots, stored)
 
-    def _finish(self, plan: StepPlan, queries: LayerQueries, trips: list[Trip], out: torch.Tensor) -> None:
+    def _finish(self, queries: LayerQueries, trips: list[Trip], out: torch.Tensor) -> None:
         """Write the results of this rank's own queries, joined with what they have brought from others."""
         lse = self._workspace.get("attention.lse", out.shape[:2], torch.float32)
-        queries.lse(lse, [i for i, work in enumerate(plan.works) if work.travels])
+        queries.lse(lse, [i for i, work in enumerate(self._walked) if work.travels])
         queries.finish(out)
         for trip in trips[:1]:
             trip.merge(out, lse)

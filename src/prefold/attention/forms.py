@@ -17,6 +17,7 @@ from prefold.attention.backend import AttentionBackend, HeadRows, LatentRows
 from prefold.attention.gqa import HeadForm
 from prefold.attention.mla import AbsorbedForm, UpProjectedForm
 from prefold.config import GQAConfig, MLAConfig
+from prefold.kernels.rows import RowHeads
 from prefold.workspace import Workspace
 
 Count = TypeVar("Count", int, np.ndarray)
@@ -32,11 +33,15 @@ class KVForm(Protocol):
     Attributes:
         num_kv_heads: heads of its keys and values.
         q_dim, out_dim: elements of a query's and a result's head.
+        row_heads: where its keys and values are in a row of the cache, unless rows have to be projected.
     """
 
     num_kv_heads: int
     q_dim: int
     out_dim: int
+
+    @property
+    def row_heads(self) -> RowHeads | None: ...
 
     def queries(self, q: torch.Tensor, out: torch.Tensor) -> None:
         """The model's queries [n, num_heads, qk_head_dim] -> out [n, num_heads, q_dim]."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from prefold.attention.backend import AttentionBackend, HeadRows
+from prefold.kernels.rows import RowHeads
 
 
 class HeadForm:
@@ -17,6 +18,9 @@ class HeadForm:
     def __init__(self, rows: HeadRows, backend: AttentionBackend) -> None:
         self.num_kv_heads = rows.num_kv_heads
         self.q_dim = self.out_dim = rows.head_dim
+        self.row_heads = RowHeads(
+            rows.num_kv_heads, rows.head_dim, rows.num_kv_heads * rows.head_dim, rows.head_dim
+        )
         self._backend = backend
 
     def queries(self, q: torch.Tensor, out: torch.Tensor) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from prefold.attention.backend import AttentionBackend, LatentRows
 from prefold.kernels import native
+from prefold.kernels.rows import RowHeads
 from prefold.workspace import Workspace
 
 
@@ -25,6 +26,7 @@ class AbsorbedForm:
         self._mla, self._w_uk, self._w_uv = rows.mla, rows.w_uk, rows.w_uv
         self.num_kv_heads = 1
         self.q_dim, self.out_dim = rows.mla.absorbed_dims
+        self.row_heads = RowHeads()
         self._backend = backend
 
     def queries(self, q: torch.Tensor, out: torch.Tensor) -> None:
@@ -65,6 +67,7 @@ class UpProjectedForm:
         self._mla, self._w_uk, self._w_uv = rows.mla, rows.w_uk, rows.w_uv
         self.num_kv_heads = rows.w_uk.shape[0]
         self.q_dim, self.out_dim = rows.mla.qk_head_dim, rows.mla.v_head_dim
+        self.row_heads = None
         self._dtype = dtype
         self._backend = backend
         self._workspace = workspace

@@ -55,7 +55,7 @@ class RequestWork:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """A copy of rows of a tensor to slots of the cache: rows [n], slots [n], both int64."""
+    """A copy of rows of a tensor to slots of the cache: rows [n], ascending, and slots [n], both int64."""
 
     rows: torch.Tensor
     slots: torch.Tensor

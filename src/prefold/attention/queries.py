@@ -18,7 +18,7 @@ class LayerQueries:
 
     Args:
         q: [num_tokens, num_heads, qk_head_dim].
-        requests: (tokens of q, absorbed?) of each request; ascending, and covering all tokens.
+        requests: (tokens of q, absorbed?) of each request; ascending.
         name: of the buffers: objects that live at the same time have different names.
     """
 
@@ -34,6 +34,11 @@ class LayerQueries:
     ) -> None:
         self._form = form = forms.absorbed
         self._backend = backend
+        self._absorbed: list[slice] = []
+        self._rows: list[slice | None] = []
+        self.walks: list[Walk] = []
+        if not requests:
+            return
         chosen = [forms.choose(absorbed) for _, absorbed in requests]
         is_changed = [one is not forms.plain for one in chosen]
         # Absorbed neighbours (decode tokens) share one projection.
@@ -46,7 +51,6 @@ class LayerQueries:
             form.queries(q[tokens], absorbed_q[rows])
 
         queries: list[Queries] = []
-        self._rows: list[slice | None] = []
         start = 0
         for (tokens, _), one, changed in zip(requests, chosen, is_changed):
             rows = None

@@ -27,13 +27,15 @@ class RowFormat(Protocol):
         dim: elements of the part.
         width: elements of `dtype` that it is stored in.
         dtype: of what is stored.
-        is_plain: what is stored are the elements themselves: they may be read without `decode`.
+        fp8_rows: how elements are stored in FP8; None if what is stored are the elements themselves.
     """
 
     dim: int
     width: int
     dtype: torch.dtype
-    is_plain: bool
+
+    @property
+    def fp8_rows(self) -> fp8.FP8Rows | None: ...
 
     def encode(self, rows: torch.Tensor, out: torch.Tensor) -> None:
         """rows [n, dim], any float dtype -> out [n, width] of `dtype`; both may be parts of longer rows."""
@@ -47,7 +49,7 @@ class RowFormat(Protocol):
 class PlainFormat:
     """See RowFormat. Elements as they are, in the cache's dtype."""
 
-    is_plain = True
+    fp8_rows = None
 
     def __init__(self, dim: int, dtype: torch.dtype) -> None:
         self.dim = self.width = dim
@@ -66,26 +68,25 @@ class FP8Format:
     """See RowFormat. Bytes, as kernels.fp8 describes them; decoded rows are bfloat16, exactly."""
 
     dtype = torch.uint8
-    is_plain = False
 
     def __init__(self, part: RowPart, workspace: Workspace) -> None:
-        self._shape = fp8.FP8Rows(part.num_heads, part.head_dim, part.rotary_dim)
+        self.fp8_rows = fp8.FP8Rows(part.num_heads, part.head_dim, part.rotary_dim)
         self.dim, self.width = part.dim, part.num_bytes(FP8)
         self._workspace = workspace
 
     def encode(self, rows: torch.Tensor, out: torch.Tensor) -> None:
         """See RowFormat.encode."""
         if fp8.can_serve(rows):
-            fp8.encode(self._shape, rows.float(), out)
+            fp8.encode(self.fp8_rows, rows.float(), out)
         else:
-            fp8.encode_with_torch(self._shape, rows, out)
+            fp8.encode_with_torch(self.fp8_rows, rows, out)
 
     def decode(self, stored: torch.Tensor) -> torch.Tensor:
         """See RowFormat.decode."""
         shape = (len(stored), self.dim)
         rows = self._workspace.get(f"row_format.{self.dim}", shape, torch.bfloat16)
         decode = fp8.decode if fp8.can_serve(stored) else fp8.decode_with_torch
-        decode(self._shape, stored, rows)
+        decode(self.fp8_rows, stored, rows)
         return rows
 
 

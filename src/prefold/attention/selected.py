@@ -32,8 +32,8 @@ def attend_selected(
         out: [n, num_heads, kv_lora_rank] float32, written; 0 for a query without keys. May be strided.
         lse: [n, num_heads] float32, written: natural log, -inf for a query without keys. May be strided.
     """
-    if row_format.is_plain and rows.can_attend(q, cache):
-        rows.attend(q, slots, cache, scale, out, lse)
+    if rows.can_attend(q, cache, row_format.fp8_rows):
+        rows.attend(q, slots, cache, scale, out, lse, fp8=row_format.fp8_rows)
         return
     num_heads, dim = q.shape[1:]
     slots = _without_absent(slots.long())

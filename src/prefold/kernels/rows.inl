@@ -1,285 +1,294 @@
 // See rows.cpp. Included once per instruction set.
 
-constexpr int TILE_ROWS = 16;
-constexpr int PAIR = 2 * LANES;      // elements of a row that are converted together
-constexpr float LOG2_E = 1.44269504f;
-constexpr float LOWEST = -3e38f;     // the reference before there is a score
-constexpr float RISE = 30.0f;        // how far above its reference a score may lie, in powers of two
+#include "rows_stored.inl"
+#include "rows_tile.inl"
 
-static INLINE int64_t padded(int64_t elements) { return (elements + PAIR - 1) / PAIR * PAIR; }
+constexpr int64_t SPLIT = 512;  // rows whose results are summed before they are merged with others
 
-// Where a tile has element e of a row. Pairs of bfloat16 become vectors of even and of odd elements by a
-// shift and a mask; a last chunk that is not full is in its own order, and zeros fill it.
-template <typename T> static INLINE int64_t place(int64_t e, int64_t dim) {
-    if (sizeof(T) == 4 || e >= dim / PAIR * PAIR) return e;
-    return e / PAIR * PAIR + e % 2 * LANES + e % PAIR / 2;
+static inline int64_t thread_count() {
+#if defined(_OPENMP)
+    return omp_in_parallel() ? 1 : omp_get_max_threads();
+#else
+    return 1;
+#endif
 }
 
-// Elements [e, e + PAIR) of a row, in the tile's order.
-static INLINE void load_pair(const float* from, Floats (&to)[2]) {
-    to[0] = load(from);
-    to[1] = load(from + LANES);
+// Whether a value is the beginning of its key.
+static INLINE bool is_shared(const RowsArguments& a) {
+    return a.value_offset == 0 && (a.num_kv_heads == 1 || a.value_step == a.key_step);
 }
 
-static INLINE void load_pair(const uint16_t* from, Floats (&to)[2]) {
-    Bits pairs;
-    std::memcpy(&pairs, from, sizeof pairs);
-    to[0] = (Floats)(pairs << 16);
-    to[1] = (Floats)(pairs & 0xffff0000u);
+// A running softmax of all heads of a query: [heads][v_width], then [heads][LANES] references and sums, of which
+// a head's first ones count (see HeadsState for what they are while rows are added).
+struct Softmax {
+    float* out;
+    float* reference;
+    float* sum;
+
+    Softmax(float* at, int64_t heads, int64_t v_width)
+        : out(at), reference(at + heads * v_width), sum(reference + heads * LANES) {}
+    static int64_t size(int64_t heads, int64_t v_width) { return heads * (v_width + 2 * LANES); }
+};
+
+// Add what one head got from other rows; both may have seen none.
+static INLINE void merge_head(Softmax& into, const Softmax& from, int64_t head, int64_t v_width) {
+    const float sum = from.sum[head * LANES], reference = from.reference[head * LANES];
+    float &own_sum = into.sum[head * LANES], &own_reference = into.reference[head * LANES];
+    if (sum == 0) return;
+    const float top = own_sum == 0 ? reference : std::max(own_reference, reference);
+    const float share = own_sum == 0 ? 0.0f : exp2(splat(own_reference - top))[0];
+    const float other = exp2(splat(reference - top))[0];
+    float* out = into.out + head * v_width;
+    const float* more = from.out + head * v_width;
+    for (int64_t e = 0; e < v_width; e += LANES) store(out + e, load(out + e) * share + load(more + e) * other);
+    own_sum = own_sum * share + sum * other;
+    own_reference = top;
 }
 
-// What does not fill a chunk, and the zeros behind it.
-template <typename T> static INLINE void copy_end(const T* from, int64_t dim, float* to) {
-    const int64_t end = padded(dim);
-    for (int64_t e = dim / PAIR * PAIR; e < end; e++) to[e] = e < dim ? scalar(from[e]) : 0.0f;
-}
+// Which rows a query attends to, in splits.
+template <typename T> struct RowsOf {
+    const RowsArguments& a;
+    int64_t query;
 
-template <typename T> static INLINE void copy_row(const T* from, int64_t dim, float* to) {
-    for (int64_t e = 0; e + PAIR <= dim; e += PAIR) {
-        Floats pair[2];
-        load_pair(from + e, pair);
-        store(to + e, pair[0]);
-        store(to + e + LANES, pair[1]);
+    bool is_paged() const { return a.block_size > 0; }
+
+    // Of the numbers [first, last) that a query's rows have; a window may begin in the middle of a split.
+    int64_t first() const {
+        return !is_paged() || !a.window ? 0 : std::max<int64_t>(0, a.lengths[query] - a.window);
     }
-    copy_end(from, dim, to);
-}
+    int64_t last() const { return is_paged() ? a.lengths[query] : a.num_slots; }
+    int64_t first_split() const { return first() / SPLIT; }
+    int64_t num_splits() const { return last() > first() ? (last() - 1) / SPLIT + 1 - first_split() : 1; }
 
-// The rows of a tile: where they come from, and where those of the next tile are.
-template <typename T> struct Sources {
-    const T* rows[TILE_ROWS];
-    const T* ahead[TILE_ROWS];
-    int64_t dim;
-};
+    // The rows of a split, and a tile of those behind it, to be fetched. Returns how many are the split's.
+    int64_t collect(int64_t split, std::vector<const T*>& rows) const {
+        const int64_t start = std::max(first(), split * SPLIT), end = std::min(last(), (split + 1) * SPLIT);
+        rows.clear();
+        add(start, end, rows);
+        const int64_t count = rows.size();
+        add(std::max(start, end), std::min(last(), end + TILE_ROWS), rows);
+        return count;
+    }
 
-// A query's heads of one KV head, and their running softmax.
-struct HeadsState {
-    float* q;          // [heads][width], scaled, places as in the tile
-    float* out;        // [heads][v_width]
-    float* scores;     // [TILE_ROWS][heads of a group]
-    float* reference;  // [heads]
-    float* sum;        // [heads]
-    int64_t width, v_width;
-};
-
-// scores[j * R + i] = q_i . row_j for R heads and the rows of a tile. The first heads of a query fill the
-// tile on their way (`sources`), and fetch the next one's rows.
-template <int R, bool IS_FIRST, typename T>
-static INLINE void score_tile(const float* q, int64_t width, float* tile, int64_t count,
-                              const Sources<T>& sources, float* scores) {
-    constexpr int K = LANES / R;
-    const int64_t end = IS_FIRST ? sources.dim / PAIR * PAIR : 0;
-    for (int64_t j = 0; j < count; j += K) {
-        Floats products[LANES] = {};
-        for (int64_t e = 0; e < width; e += PAIR) {
-            Floats rows[K][2];
-#pragma GCC unroll 16
-            for (int k = 0; k < K; k++) {
-                float* own = tile + (j + k) * width + e;
-                if (IS_FIRST && e < end) {
-                    for (int64_t line = e; line < e + PAIR; line += 64 / sizeof(T))
-                        __builtin_prefetch(sources.ahead[j + k] + line, 0, 2);
-                    load_pair(sources.rows[j + k] + e, rows[k]);
-                    store(own, rows[k][0]);
-                    store(own + LANES, rows[k][1]);
-                } else {
-                    rows[k][0] = load(own);
-                    rows[k][1] = load(own + LANES);
-                }
+    void add(int64_t start, int64_t end, std::vector<const T*>& rows) const {
+        const T* cache = (const T*)a.cache;
+        if (!is_paged()) {
+            for (int64_t at = query * a.slots_stride + start; start < end; start++, at++) {
+                const int64_t slot =
+                    a.are_slots_int64 ? ((const int64_t*)a.slots)[at] : ((const int32_t*)a.slots)[at];
+                if (slot >= 0) rows.push_back(cache + slot * a.row_stride);
             }
-#pragma GCC unroll 2
-            for (int half = 0; half < 2; half++)
-#pragma GCC unroll 16
-                for (int i = 0; i < R; i++) {
-                    Floats query = load(q + i * width + e + half * LANES);
-                    keep_in_register(query);
-#pragma GCC unroll 16
-                    for (int k = 0; k < K; k++) products[k * R + i] += query * rows[k][half];
-                }
+            return;
         }
-        store(scores + j * R, sums(products));
-    }
-}
-
-// out[i][e] += sum over rows j of p[j * R + i] * value_j[e], for C vectors of elements.
-template <int R, int C>
-static INLINE void add_values(const float* p, const float* values, int64_t stride, int64_t count, float* out,
-                              int64_t width) {
-    // A tile is summed by itself: many small sums have smaller errors than a long one.
-    Floats acc[R][C] = {};
-    for (int64_t j = 0; j < count; j++) {
-        Floats columns[C];
-#pragma GCC unroll 8
-        for (int c = 0; c < C; c++) columns[c] = load(values + j * stride + c * LANES);
-#pragma GCC unroll 16
-        for (int i = 0; i < R; i++) {
-            const Floats factor = splat(p[j * R + i]);
-#pragma GCC unroll 8
-            for (int c = 0; c < C; c++) acc[i][c] += factor * columns[c];
+        const int64_t* blocks = a.blocks + a.tables[query] * a.blocks_stride;
+        while (start < end) {
+            const int64_t block = start / a.block_size, stop = std::min(end, (block + 1) * a.block_size);
+            const T* row = cache + (blocks[block] * a.block_size + start % a.block_size) * a.row_stride;
+            for (; start < stop; start++, row += a.row_stride) rows.push_back(row);
         }
     }
-#pragma GCC unroll 16
-    for (int i = 0; i < R; i++)
-#pragma GCC unroll 8
-        for (int c = 0; c < C; c++) {
-            float* to = out + i * width + c * LANES;
-            store(to, load(to) + acc[i][c]);
+};
+
+// One thread's scratch memory.
+template <typename T> struct Scratch {
+    std::vector<const T*> rows;
+    Buffer buffer;
+    float *tile, *values, *scores, *q, *whole, *part;
+
+    void prepare(const RowsArguments& a, int64_t width, int64_t v_width) {
+        const int64_t heads = a.num_kv_heads * a.heads_per_kv_head, size = Softmax::size(heads, v_width);
+        const int64_t sizes[] = {TILE_ROWS * width, TILE_ROWS * v_width, TILE_ROWS * 8 + LANES, heads * width, size, size};
+        float** parts[] = {&tile, &values, &scores, &q, &whole, &part};
+        int64_t total = 0;
+        for (const int64_t one : sizes) total += padded(one);
+        float* at = buffer.get(total);
+        for (int i = 0; i < 6; i++) {
+            *parts[i] = at;
+            at += padded(sizes[i]);
         }
-}
-
-// Move the references of heads whose scores lie far above them to the highest score.
-template <int R> static inline void raise_references(const HeadsState& s, int64_t head, int64_t count) {
-    for (int i = 0; i < R; i++) {
-        float top = LOWEST;
-        for (int64_t j = 0; j < count; j++) top = std::max(top, s.scores[j * R + i]);
-        float& reference = s.reference[head + i];
-        if (!(top > reference + RISE) && reference != LOWEST) continue;
-        if (reference != LOWEST) {
-            const float factor = exp2(splat(reference - top))[0];
-            s.sum[head + i] *= factor;
-            float* out = s.out + (head + i) * s.v_width;
-            for (int64_t e = 0; e < s.v_width; e++) out[e] *= factor;
-        }
-        reference = top;
     }
-}
+};
 
-// Scores -> exp2(score - reference), and their sums.
-template <int R> static INLINE void exponentials(const HeadsState& s, int64_t head, int64_t count) {
-    const int64_t end = (count * R + LANES - 1) / LANES * LANES;
-    for (int64_t at = count * R; at < end; at++) s.scores[at] = -std::numeric_limits<float>::infinity();
-    Floats reference, limit, total = {};
-    auto spread = [&] {
-        for (int i = 0; i < LANES; i++) reference[i] = s.reference[head + i % R];
-        limit = reference + RISE;
-    };
-    spread();
-    Ints above = {};
-    for (int64_t at = 0; at < end; at += LANES) above |= (Ints)(load(s.scores + at) > limit);
-    bool is_above = false;
-    for (int i = 0; i < LANES; i++) is_above |= above[i] != 0;
-    if (is_above) {
-        raise_references<R>(s, head, count);
-        spread();
-    }
-    for (int64_t at = 0; at < end; at += LANES) {
-        const Floats p = exp2(load(s.scores + at) - reference);
-        total += p;
-        store(s.scores + at, p);
-    }
-    for (int i = 0; i < LANES; i++) s.sum[head + i % R] += total[i];
-}
-
-template <int R, typename T>
-static INLINE void attend_heads(const HeadsState& s, int64_t head, float* keys, const float* values,
-                                int64_t value_stride, int64_t count, const Sources<T>& sources) {
-    // As many sums as keep the multipliers busy, and fit into the registers.
-    constexpr int C = LANES == 16 ? (R == 8 ? 3 : R == 4 ? 6 : 8) : std::max(8 / R, 1);
-    const float* q = s.q + head * s.width;
-    if (head == 0) score_tile<R, true>(q, s.width, keys, count, sources, s.scores);
-    else score_tile<R, false>(q, s.width, keys, count, sources, s.scores);
-    exponentials<R>(s, head, count);
-    float* out = s.out + head * s.v_width;
-    int64_t e = 0;
-    for (; e + C * LANES <= s.v_width; e += C * LANES)
-        add_values<R, C>(s.scores, values + e, value_stride, count, out + e, s.v_width);
-    for (; e < s.v_width; e += LANES)
-        add_values<R, 1>(s.scores, values + e, value_stride, count, out + e, s.v_width);
-}
-
+// Rows [first, first + present) of scratch.rows for one KV head, in a tile or as they are stored.
 template <typename T>
-static inline void attend_tile(const HeadsState& s, int64_t num_heads, float* keys, const float* values,
-                               int64_t value_stride, int64_t count, const Sources<T>& sources) {
-    for (int64_t head = 0; head < num_heads;) {
-        const int64_t left = num_heads - head;
-        if (LANES >= 8 && left >= 8) {
-            attend_heads<std::min(8, LANES)>(s, head, keys, values, value_stride, count, sources);
-            head += 8;
-        } else if (left >= 4) {
-            attend_heads<4>(s, head, keys, values, value_stride, count, sources);
-            head += 4;
-        } else if (left >= 2) {
-            attend_heads<2>(s, head, keys, values, value_stride, count, sources);
-            head += 2;
+static INLINE void find_rows(const RowsArguments& a, Scratch<T>& scratch, int64_t first, int64_t present,
+                             int64_t kv_head, int64_t width, int64_t v_width, Tile<T>& tile) {
+    const int64_t key = kv_head * a.key_step, value = a.value_offset + kv_head * a.value_step;
+    const bool shares = is_shared(a);
+    tile.keys = scratch.tile;
+    tile.values = shares ? scratch.tile : scratch.values;
+    tile.value_stride = shares ? width : v_width;
+    tile.dim = a.dim;
+    for (int64_t j = 0; j < TILE_ROWS; j++) {
+        // The scores of rows that are not there are replaced.
+        const T* row = scratch.rows[first + std::min(j, present - 1)];
+        tile.stored[j] = row + key;
+        if constexpr (sizeof(T) == 1) {
+            if (j < present) copy_row(a, row, key, a.dim, scratch.tile + j * width);
         } else {
-            attend_heads<1>(s, head, keys, values, value_stride, count, sources);
-            head += 1;
+            copy_end(row + key, a.dim, scratch.tile + j * width);
+        }
+        if (!shares && j < present) copy_row(a, row, value, a.v_dim, scratch.values + j * v_width);
+    }
+}
+
+template <typename T>
+static INLINE void find_rows(const RowsArguments& a, Scratch<T>& scratch, int64_t first, int64_t present,
+                             int64_t kv_head, int64_t, int64_t, Direct<T>& direct) {
+    const int64_t key = kv_head * a.key_step, value = a.value_offset + kv_head * a.value_step;
+    const int64_t key_head = key / a.head_dim, value_head = value / a.head_dim;
+    for (int64_t j = 0; j < TILE_ROWS; j++) {
+        const T* row = scratch.rows[first + std::min(j, present - 1)];
+        direct.keys[j] = row + key;
+        direct.values[j] = row + value;
+        if constexpr (sizeof(T) == 1) {
+            direct.key_factors[j] = code_factor(row[a.num_scaled + key_head]);
+            direct.value_factors[j] = code_factor(row[a.num_scaled + value_head]);
         }
     }
 }
 
-// One query's heads of one KV head over rows[0, count): keys and values are parts of a row.
-template <typename T>
-static void attend_query(const RowsArguments& a, const HeadsState& s, const T* const* rows, int64_t count,
-                         int64_t kv_head, float* tile) {
-    const int64_t key = a.key_offset + kv_head * a.key_step, value = a.value_offset + kv_head * a.value_step;
-    const bool is_shared = key == value;
-    float* values = is_shared ? tile : tile + TILE_ROWS * s.width;
-    const int64_t value_stride = is_shared ? s.width : s.v_width;
-    Sources<T> sources;
-    sources.dim = a.dim;
+// Whether few enough heads share a key for reading it as it is stored, instead of from a tile.
+static INLINE bool is_direct(const RowsArguments& a) {
+    const int64_t group = a.heads_per_kv_head;
+    const bool is_one_group = group == 1 || group == 2 || group == 4 || (group == 8 && LANES >= 8);
+    const bool is_aligned = a.dim % PAIR == 0 && a.v_dim % PAIR == 0;
+    // Keys and values of a head in FP8 have one exponent.
+    const bool has_factors = a.bytes_per_element > 1 || (a.num_rotary == 0 && a.dim <= a.head_dim && a.v_dim <= a.head_dim);
+    return !is_shared(a) && is_one_group && is_aligned && has_factors;
+}
+
+// All heads of a query over rows[0, count): keys and values are parts of a row.
+template <typename T, typename Rows>
+static void attend_split(const RowsArguments& a, Scratch<T>& scratch, int64_t count, Softmax to, int64_t width,
+                         int64_t v_width) {
+    const int64_t group = a.heads_per_kv_head, heads = a.num_kv_heads * group;
+    std::fill(to.out, to.out + heads * v_width, 0.0f);
+    std::fill(to.reference, to.reference + heads * LANES, LOWEST);
+    std::fill(to.sum, to.sum + heads * LANES, 0.0f);
+    const int64_t last = (int64_t)scratch.rows.size() - 1;
+    Rows rows;
+    Ahead ahead;
+    ahead.num_lines = (a.bytes_per_row + 63) / 64;
+    const int64_t pauses = a.num_kv_heads * (group * v_width / 384 + group * TILE_ROWS / LANES);
+    ahead.portion = TILE_ROWS * ahead.num_lines / std::max<int64_t>(pauses, 1) + 1;
     for (int64_t first = 0; first < count; first += TILE_ROWS) {
         const int64_t present = std::min<int64_t>(count - first, TILE_ROWS);
-        for (int64_t j = 0; j < TILE_ROWS; j++) {
-            // The scores of rows that are not there are replaced.
-            sources.rows[j] = rows[std::min<int64_t>(first + j, count - 1)] + key;
-            sources.ahead[j] = rows[std::min<int64_t>(first + TILE_ROWS + j, count - 1)] + key;
-            copy_end(sources.rows[j], a.dim, tile + j * s.width);
-            if (!is_shared && j < present)
-                copy_row(rows[first + j] + value, a.v_dim, values + j * value_stride);
+        for (int64_t j = 0; j < TILE_ROWS; j++)
+            ahead.rows[j] = (const char*)scratch.rows[std::min(first + TILE_ROWS + j, last)];
+        ahead.row = first + TILE_ROWS > last ? TILE_ROWS : 0;
+        ahead.line = 0;
+        for (int64_t kv_head = 0; kv_head < a.num_kv_heads; kv_head++) {
+            find_rows(a, scratch, first, present, kv_head, width, v_width, rows);
+            const int64_t head = kv_head * group;
+            const HeadsState s = {scratch.q + head * width, to.out + head * v_width, scratch.scores,
+                                  to.reference + head * LANES, to.sum + head * LANES, width, v_width};
+            attend_heads(s, group, rows, present, ahead);
         }
-        attend_tile(s, a.heads_per_kv_head, tile, values, value_stride, present, sources);
+    }
+    for (int64_t kv_head = 0; kv_head < a.num_kv_heads; kv_head++) {
+        const int64_t head = kv_head * group;
+        sum_lanes({nullptr, nullptr, nullptr, to.reference + head * LANES, to.sum + head * LANES, 0, 0}, group);
     }
 }
 
 template <typename T>
-static inline void finish_query(const RowsArguments& a, const HeadsState& s, int64_t query, int64_t kv_head) {
-    const bool is_shared = a.key_offset == a.value_offset && a.key_step == a.value_step;
-    for (int64_t h = 0; h < a.heads_per_kv_head; h++) {
-        const int64_t head = kv_head * a.heads_per_kv_head + h;
-        const float factor = s.sum[h] > 0 || s.sum[h] != s.sum[h] ? 1 / s.sum[h] : 0.0f;
-        float* out = a.out + query * a.out_stride + head * a.out_head_stride;
-        for (int64_t e = 0; e < a.v_dim; e++)
-            out[e] = s.out[h * s.v_width + place<T>(e, is_shared ? a.dim : a.v_dim)] * factor;
+static void finish_query(const RowsArguments& a, int64_t query, const Softmax& from, int64_t v_width) {
+    const int64_t dim = is_shared(a) ? a.dim : a.v_dim;  // of the vectors that were summed
+    for (int64_t head = 0; head < a.num_kv_heads * a.heads_per_kv_head; head++) {
+        const float sum = from.sum[head * LANES];
+        from_tile<T>(from.out + head * v_width, dim, a.v_dim,
+                     sum > 0 || sum != sum ? 1 / sum : 0.0f, a.out + query * a.out_stride + head * a.out_head_stride);
         a.lse[query * a.lse_stride + head * a.lse_head_stride] =
-            s.sum[h] == 0 ? -std::numeric_limits<float>::infinity()
-                          : (s.reference[h] + std::log2(s.sum[h])) / LOG2_E;
+            sum == 0 ? -std::numeric_limits<float>::infinity() : (from.reference[head * LANES] + std::log2(sum)) / LOG2_E;
     }
 }
 
-template <typename T> static void attend_rows_of(const RowsArguments& a, const T* cache, float scale) {
-    static thread_local Buffer buffer;
-    static thread_local std::vector<const T*> rows;
-    const int64_t heads = a.heads_per_kv_head, width = padded(a.dim), v_width = padded(a.v_dim);
-    float* tile = buffer.get(heads * (width + v_width + 2) + TILE_ROWS * (width + v_width + 8) + 2 * LANES);
-    float* q = tile + TILE_ROWS * (width + v_width);
-    float* scores = q + heads * width;
-    float* out = scores + TILE_ROWS * 8;
-    const HeadsState s = {q, out, scores, out + heads * v_width, out + heads * (v_width + 1), width, v_width};
-    for (int64_t i = 0; i < a.num_queries; i++) {
-        rows.clear();
-        for (int64_t j = 0; j < a.num_slots; j++) {
-            const int64_t at = i * a.slots_stride + j;
-            const int64_t slot = a.are_slots_int64 ? ((const int64_t*)a.slots)[at] : ((const int32_t*)a.slots)[at];
-            if (slot >= 0) rows.push_back(cache + slot * a.row_stride);
-        }
-        for (int64_t kv_head = 0; kv_head < a.num_kv_heads; kv_head++) {
-            std::fill(q, q + heads * width, 0.0f);
-            for (int64_t h = 0; h < heads; h++) {
-                const float* from = a.q + i * a.q_stride + (kv_head * heads + h) * a.q_head_stride;
-                for (int64_t e = 0; e < a.dim; e++)
-                    q[h * width + place<T>(e, a.dim)] = from[e] * (scale * LOG2_E);
-            }
-            std::fill(out, out + heads * v_width, 0.0f);
-            std::fill(s.reference, s.reference + heads, LOWEST);
-            std::fill(s.sum, s.sum + heads, 0.0f);
-            attend_query(a, s, rows.data(), rows.size(), kv_head, tile);
-            finish_query<T>(a, s, i, kv_head);
-        }
+// A split of a query; `stored`: its place among results that another thread merges, or -1.
+struct SplitTask {
+    int64_t query, split, is_first, is_last, stored;
+};
+
+// Tasks of all queries, and which of them each of `num_threads` takes: [i, i + 1) of the bounds. A query that
+// several threads share has its results stored: `shared` has the first of each one's.
+template <typename T>
+static std::vector<SplitTask> plan_tasks(const RowsArguments& a, int64_t num_threads,
+                                         std::vector<int64_t>& shared) {
+    std::vector<SplitTask> tasks;
+    for (int64_t query = 0; query < a.num_queries; query++) {
+        const RowsOf<T> rows{a, query};
+        const int64_t first = rows.first_split(), count = rows.num_splits();
+        for (int64_t i = 0; i < count; i++) tasks.push_back({query, first + i, i == 0, i == count - 1, -1});
     }
+    int64_t stored = 0;
+    const int64_t count = tasks.size();
+    for (int64_t i = 1; i < num_threads; i++) {
+        int64_t at = count * i / num_threads;
+        if (at == count || tasks[at].is_first || tasks[at].stored >= 0) continue;
+        while (!tasks[at].is_first) at--;
+        shared.push_back(at);
+        do tasks[at].stored = stored++;
+        while (!tasks[at++].is_last);
+    }
+    return tasks;
+}
+
+// What one thread does: tasks [first, last).
+template <typename T>
+static void run_tasks(const RowsArguments& a, float scale, const std::vector<SplitTask>& tasks, int64_t first,
+                      int64_t last, float* stored) {
+    static thread_local Scratch<T> scratch;
+    NoDenormals while_here;
+    const int64_t width = padded(a.dim), v_width = padded(a.v_dim), group = a.heads_per_kv_head;
+    const int64_t heads = a.num_kv_heads * group, size = Softmax::size(heads, v_width);
+    scratch.prepare(a, width, v_width);
+    Softmax whole(scratch.whole, heads, v_width);
+    for (int64_t i = first; i < last; i++) {
+        const SplitTask& task = tasks[i];
+        if (i == first || task.is_first)
+            for (int64_t head = 0; head < heads; head++)
+                to_tile<T>(a.q + task.query * a.q_stride + head * a.q_head_stride, a.dim, scale * LOG2_E,
+                           scratch.q + head * width);
+        const int64_t count = RowsOf<T>{a, task.query}.collect(task.split, scratch.rows);
+        float* at = task.stored >= 0 ? stored + task.stored * size : task.is_first ? scratch.whole : scratch.part;
+        const Softmax to(at, heads, v_width);
+        if (is_direct(a)) attend_split<T, Direct<T>>(a, scratch, count, to, width, v_width);
+        else attend_split<T, Tile<T>>(a, scratch, count, to, width, v_width);
+        if (task.stored >= 0) continue;
+        if (!task.is_first)
+            for (int64_t head = 0; head < heads; head++) merge_head(whole, to, head, v_width);
+        if (task.is_last) finish_query<T>(a, task.query, whole, v_width);
+    }
+}
+
+template <typename T> static void attend_rows_of(const RowsArguments& a, float scale) {
+    static thread_local Buffer buffer;
+    const int64_t num_threads = thread_count(), heads = a.num_kv_heads * a.heads_per_kv_head;
+    const int64_t v_width = padded(a.v_dim), size = Softmax::size(heads, v_width);
+    std::vector<int64_t> shared;
+    const std::vector<SplitTask> tasks = plan_tasks<T>(a, num_threads, shared);
+    int64_t num_stored = 0;
+    for (const SplitTask& task : tasks) num_stored = std::max(num_stored, task.stored + 1);
+    float* stored = buffer.get(num_stored * size);
+    const int64_t count = tasks.size();
+    parallel_for(num_threads, [&](int64_t i) {
+        run_tasks<T>(a, scale, tasks, count * i / num_threads, count * (i + 1) / num_threads, stored);
+    });
+    if (shared.empty()) return;
+    parallel_for(heads, [&](int64_t head) {
+        NoDenormals while_here;
+        for (const int64_t first : shared) {
+            Softmax whole(stored + tasks[first].stored * size, heads, v_width);
+            for (int64_t i = first; !tasks[i].is_last; i++)
+                merge_head(whole, Softmax(stored + tasks[i + 1].stored * size, heads, v_width), head, v_width);
+        }
+    });
+    for (const int64_t first : shared)
+        finish_query<T>(a, tasks[first].query, Softmax(stored + tasks[first].stored * size, heads, v_width), v_width);
 }
 
 static void attend_rows(const RowsArguments& a, float scale) {
-    NoDenormals while_here;
-    if (a.is_bfloat16) attend_rows_of(a, (const uint16_t*)a.cache, scale);
-    else attend_rows_of(a, (const float*)a.cache, scale);
+    if (a.bytes_per_element == 2) attend_rows_of<uint16_t>(a, scale);
+    else if (a.bytes_per_element == 4) attend_rows_of<float>(a, scale);
+    else attend_rows_of<uint8_t>(a, scale);
 }

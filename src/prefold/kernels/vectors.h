@@ -107,6 +107,19 @@ static INLINE Floats sums(Floats* vectors) {
     return vectors[0];
 }
 
+// Whether any lane of a comparison is true.
+static INLINE bool any(Ints lanes) {
+#if PREFOLD_LANES == 16
+    return _mm512_test_epi32_mask((__m512i)lanes, (__m512i)lanes) != 0;
+#elif PREFOLD_LANES == 8
+    return !_mm256_testz_si256((__m256i)lanes, (__m256i)lanes);
+#else
+    int32_t found = 0;
+    for (int i = 0; i < LANES; i++) found |= lanes[i];
+    return found != 0;
+#endif
+}
+
 static INLINE float largest(Floats floats) {
     float value = floats[0];
     for (int i = 1; i < LANES; i++) value = floats[i] > value ? floats[i] : value;

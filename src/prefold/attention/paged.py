@@ -1,0 +1,152 @@
+"""Few queries over long contexts: decode tokens and the last tokens of chunks.
+
+A walk (attention.walk) copies keys out of the cache, tile by tile, which pays off where many queries meet a
+tile. A few queries are faster attended to the rows of the cache as they are stored (kernels.rows), in one
+call per layer for all requests. The cache must have all keys that they see, so it comes last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from prefold.attention.forms import KVForm, KVForms
+from prefold.attention.plan import RequestWork
+from prefold.attention.row_format import RowFormat
+from prefold.attention.shared_decode import SharedWork
+from prefold.kernels import library, rows
+from prefold.kernels.rows import BlockRows
+from prefold.workspace import Workspace
+
+MOST_QUERIES = 8
+"""Queries of a request from which on a walk, which reads keys once for all of them, is as fast."""
+
+
+@dataclass(frozen=True, eq=False)
+class PagedQueries:
+    """Queries of a step, and which keys they see: query i the first lengths[i] ones of blocks[tables[i]].
+
+    Attributes:
+        tokens: of the queries; a slice if they are neighbours.
+        blocks: [num_requests, most blocks] int64.
+        tables, lengths: [n] int64.
+    """
+
+    tokens: slice | torch.Tensor
+    blocks: torch.Tensor
+    tables: torch.Tensor
+    lengths: torch.Tensor
+
+    @classmethod
+    def of_works(cls, works: Sequence[RequestWork]) -> PagedQueries | None:
+        """All tokens of `works`, whose keys are where the cache numbers them by position."""
+        tokens = [np.arange(work.tokens.start, work.tokens.stop) for work in works]
+        lengths = [np.arange(run.start, run.end) + 1 for work in works for run in work.runs]
+        return cls._of([work.block_ids for work in works], tokens, lengths)
+
+    @classmethod
+    def of_shared(cls, works: Sequence[SharedWork]) -> PagedQueries | None:
+        """Decode tokens and what this rank holds of their keys."""
+        tokens = [np.arange(work.tokens.start, work.tokens.stop) for work in works]
+        lengths = []
+        for work in works:
+            length = np.zeros(work.tokens.stop - work.tokens.start, np.int64)
+            for segment in work.segments:
+                length[segment.first_query :] = segment.end
+            lengths.append(length)
+        return cls._of([work.block_ids for work in works], tokens, lengths)
+
+    @classmethod
+    def _of(
+        cls, block_ids: Sequence[torch.Tensor], tokens: Sequence[np.ndarray], lengths: Sequence[np.ndarray]
+    ) -> PagedQueries | None:
+        if not block_ids:
+            return None
+        all_tokens = np.concatenate(tokens)
+        first, last = int(all_tokens[0]), int(all_tokens[-1])
+        are_neighbours = last - first + 1 == len(all_tokens)
+        return cls(
+            tokens=slice(first, last + 1) if are_neighbours else torch.from_numpy(all_tokens),
+            blocks=torch.stack(list(block_ids)),
+            tables=torch.from_numpy(np.repeat(np.arange(len(tokens)), [len(one) for one in tokens])),
+            lengths=torch.from_numpy(np.concatenate(lengths)),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class PagedCache:
+    """One layer's rows of the cache.
+
+    Attributes:
+        rows: [num_blocks, block_size, width of the format], stored; may be a part of longer rows.
+    """
+
+    rows: torch.Tensor
+    format: RowFormat
+
+    def attend(
+        self,
+        queries: PagedQueries,
+        q: torch.Tensor,
+        form: KVForm,
+        window: int | None,
+        scale: float,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        """q [n, num_heads, q_dim] float32, in the form -> out [n, num_heads, out_dim] and lse [n, num_heads],
+        float32, of which a query without keys gets 0 and -inf."""
+        num_blocks, block_size, width = self.rows.shape
+        flat = self.rows.as_strided((num_blocks * block_size, width), self.rows.stride()[1:])
+        keys = BlockRows(queries.blocks, queries.tables, queries.lengths, block_size, window)
+        rows.attend(q, keys, flat, scale, out, lse, form.row_heads, self.format.fp8_rows)
+
+
+def is_paged(work: RequestWork, has_one_form: bool) -> bool:
+    """Whether a request's queries are few, and all that they see will be in the cache of this rank. Of a rank
+    that holds whole requests."""
+    return (
+        not work.travels
+        and (work.absorbed or has_one_form)
+        and sum(run.end - run.start for run in work.runs) <= MOST_QUERIES
+    )
+
+
+def can_attend_paged(cache: torch.Tensor) -> bool:
+    """Whether the native kernel serves such a cache."""
+    dtypes = (torch.float32, torch.bfloat16, torch.uint8)
+    return cache.device.type == "cpu" and cache.dtype in dtypes and library.is_available()
+
+
+def attend_own(
+    queries: PagedQueries,
+    cache: PagedCache,
+    q: torch.Tensor,
+    forms: KVForms,
+    scale: float,
+    out: torch.Tensor,
+    workspace: Workspace,
+) -> None:
+    """Attend queries as the model has them, q [num_tokens, num_heads, qk_head_dim], and write the rows of out
+    [num_tokens, num_heads, v_head_dim] that are theirs."""
+    form, tokens = forms.absorbed, queries.tokens
+    own_q, num_heads = q[tokens], q.shape[1]
+    shape = (len(queries.lengths), num_heads)
+    lse = workspace.get("paged.lse", shape, torch.float32)
+    are_views = isinstance(tokens, slice) and q.dtype == out.dtype == torch.float32
+    if form is forms.plain and are_views:
+        cache.attend(queries, own_q, form, forms.window, scale, out[tokens], lse)
+        return
+    changed_q = workspace.get("paged.q", (*shape, form.q_dim), torch.float32)
+    form.queries(own_q, changed_q)
+    attended = workspace.get("paged.out", (*shape, form.out_dim), torch.float32)
+    cache.attend(queries, changed_q, form, forms.window, scale, attended, lse)
+    if isinstance(tokens, slice):
+        form.results(attended, out[tokens])
+        return
+    results = workspace.get("paged.results", (*shape, out.shape[2]), out.dtype)
+    form.results(attended, results)
+    out.index_copy_(0, tokens, results)
