@@ -104,7 +104,7 @@ class SparseShards:
         q, index = self._gather(piece, layer)
         shared = self._start(piece.works, index, layer, forms, selected)
         shared.send(q)
-        shape = (*q.shape[:2], layer.out.shape[2])
+        shape = (len(q), q.shape[1], layer.out.shape[2])
         results, out, lse = packed(self._workspace, "shards.results", *shape)
         shared.attend_parts(out, lse)
         own = len(piece.own_tokens)
