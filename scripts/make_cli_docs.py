@@ -18,6 +18,7 @@ COMMANDS = (
     "bench latency",
     "bench serve",
     "layouts",
+    "doctor",
     "demo",
     "explain",
     "convert-mla",

@@ -78,6 +78,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | RANK_ARITHMETIC,
     "server": {"engine"} | FOUNDATION | RANK_ARITHMETIC,
     "benchmark": {"engine", "flops"} | FOUNDATION,
+    "benchmark.doctor_side": {"attention", "kernels", "distributed", "workspace"} | RANK_ARITHMETIC,
     "engine": {"tokenizer", "checkpoint_files", "weight_sizes"} | FOUNDATION | RANK_ARITHMETIC,
     "engine.executor": {"worker"} | FOUNDATION | RANK_ARITHMETIC,
     # What computes. `layers` and `attention` do not know each other; a model gets attention as `ctx`.

@@ -21,6 +21,7 @@ from tyro.conf import subcommand
 from prefold.cli.bench import BenchArgs
 from prefold.cli.convert_mla import ConvertMLAArgs
 from prefold.cli.demo import DemoArgs
+from prefold.cli.doctor import DoctorArgs
 from prefold.cli.explain import ExplainArgs
 from prefold.cli.generate import GenerateArgs
 from prefold.cli.layouts import LayoutsArgs
@@ -42,6 +43,7 @@ Command = (
     | Annotated[ServeArgs, subcommand("serve")]
     | Annotated[BenchArgs, subcommand("bench")]
     | Annotated[LayoutsArgs, subcommand("layouts")]
+    | Annotated[DoctorArgs, subcommand("doctor")]
     | Annotated[DemoArgs, subcommand("demo")]
     | Annotated[ExplainArgs, subcommand("explain")]
     | Annotated[ConvertMLAArgs, subcommand("convert-mla")]
