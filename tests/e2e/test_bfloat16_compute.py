@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,7 +40,7 @@ def test_errors_are_those_of_transformers_in_bfloat16(
 ) -> None:
     """In chunks, with one rank and PCP 2; with and without products of bfloat16 pairs, where there are."""
     monkeypatch.setattr(library, "has_fast_pairs", lambda: pairs and library.has_pairs())
-    options = {"sliding_window": 50} if architecture.startswith("Mistral") else {}
+    options: dict[str, Any] = {"sliding_window": 50} if architecture.startswith("Mistral") else {}
     folder = make_checkpoint(architecture, tmp_path, dtype="bfloat16", num_hidden_layers=2, **options)
     prompt = [random.Random(1).randrange(3, 320) for _ in range(LENGTH)]
     exact, theirs = Reference(folder), Reference(folder, dtype=torch.bfloat16)
