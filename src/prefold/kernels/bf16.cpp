@@ -13,9 +13,7 @@
 #include <cstring>
 #include <vector>
 
-#if defined(_OPENMP)
-#include <omp.h>
-#endif
+#include "openmp.h"
 
 namespace {
 

@@ -14,9 +14,7 @@
 #include <immintrin.h>
 #endif
 
-#if defined(_OPENMP)
-#include <omp.h>
-#endif
+#include "openmp.h"
 
 #define INLINE inline __attribute__((always_inline))
 

@@ -1,12 +1,14 @@
 // What library.py asks of the library as a whole.
 
+#include <algorithm>
+#include <cstdint>
+
+#include "openmp.h"
 #include "prefold_sources.h"  // made by setup.py
 
-#if defined(_OPENMP)
-#include <omp.h>
-#endif
-
 namespace {
+
+#include "parallel.h"
 
 // As instruction_sets.h and INSTRUCTION_SETS in library.py number them.
 enum InstructionSet { PORTABLE, AVX2, AVX512 };
@@ -14,6 +16,8 @@ enum InstructionSet { PORTABLE, AVX2, AVX512 };
 }  // namespace
 
 extern "C" {
+
+int prefold_is_serial = 0;
 
 // The best instruction set that this processor has.
 int prefold_instruction_set() {
@@ -48,12 +52,6 @@ int prefold_has_fast_pairs() {
 }
 
 // Threads that kernels take when the calling thread calls them: torch's number, or 1 without OpenMP.
-int prefold_num_threads() {
-#if defined(_OPENMP)
-    return omp_get_max_threads();
-#else
-    return 1;
-#endif
-}
+int prefold_num_threads() { return (int)parallel_threads(); }
 
 }  // extern "C"

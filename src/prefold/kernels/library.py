@@ -3,7 +3,7 @@
 Each kernel has a module that describes its contract and calls it. Where the library is missing, or older than
 its sources, `is_available` says so and callers take torch. Kernels split their work over the calling thread's
 number of threads (parallel.h): the library takes the OpenMP that torch has loaded, so both have one pool, and
-torch.set_num_threads holds for both.
+torch.set_num_threads holds for both. If it has another OpenMP than torch, kernels are serial.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ def _load_library(folder: Path) -> tuple[ctypes.CDLL | None, str]:
             problem = f"The library of native kernels cannot be loaded ({error}): {_COST}; {_BUILD}."
             continue
         if not sources or _digest_of(found) == sources:
+            ctypes.c_int.in_dll(found, "prefold_is_serial").value = not _has_torchs_openmp(found)
             return found, ""
         problem = f"The library of native kernels is older than its sources: {_COST}; {_BUILD}."
     return None, problem
@@ -48,6 +49,18 @@ def _digest_of(library: ctypes.CDLL) -> str:
         return ""
     function.restype = ctypes.c_char_p
     return function().decode()
+
+
+def _has_torchs_openmp(library: ctypes.CDLL) -> bool:
+    """Whether it calls the same functions as torch: another compiler may bring another OpenMP."""
+    addresses = set()
+    of_torch = Path(torch.__file__).parent.glob("lib/libtorch_cpu.*")
+    for owner in (library, *[ctypes.CDLL(str(path)) for path in of_torch]):
+        try:
+            addresses.add(ctypes.cast(owner.omp_get_max_threads, ctypes.c_void_p).value)
+        except AttributeError:  # built without
+            return False
+    return len(addresses) == 1
 
 
 _LIBRARY, _PROBLEM = _load_library(Path(__file__).parent)
@@ -83,11 +96,6 @@ def is_available() -> bool:
 def num_threads() -> int:
     """Threads that a kernel takes when it is called from this thread."""
     return 1 if _LIBRARY is None else _LIBRARY.prefold_num_threads()
-
-
-def has_one_thread() -> bool:
-    """The condition of kernels that are not split over threads yet."""
-    return torch.get_num_threads() == 1
 
 
 def declare(function: str, *argument_types: Any) -> Callable[..., None]:

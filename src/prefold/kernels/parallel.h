@@ -1,5 +1,5 @@
 // Work split over torch's threads: the calling thread's number of them, from the one pool that both have.
-// Included within a namespace, after <omp.h> where the compiler has OpenMP; without it all runs serially.
+// Included within a namespace, after openmp.h. Without OpenMP, or with another than torch's, all runs serially.
 //
 // A result must not depend on the number of threads: split what is written, never what is summed. Scratch
 // memory that is `static thread_local` is each thread's own if the body asks for it. So is the processor's
@@ -8,7 +8,7 @@
 // Threads that a loop would have here; 1 within one.
 static inline int64_t parallel_threads() {
 #if defined(_OPENMP)
-    return omp_in_parallel() ? 1 : omp_get_max_threads();
+    return prefold_is_serial || omp_in_parallel() ? 1 : omp_get_max_threads();
 #else
     return 1;
 #endif
