@@ -269,7 +269,8 @@ def tensors_in(tree) -> list[torch.Tensor]:
 def test_tensor_parallel_ranks_equal_one_rank(architecture: str, size: int, checkpoints: dict[str, Path]):
     folder = checkpoints[architecture]
     config, model = load(folder)
-    prompt = prompt_of(config, 70)
+    # With seed 7 two groups of experts of one token are equal but for a rounding.
+    prompt = prompt_of(config, 70, seed=8)
     tokens, expected = greedy(model, config, prompt, 4, chunks=(30,))
 
     def rank_main(group):
