@@ -175,3 +175,8 @@ def test_attention_to_rows() -> None:
 
         check_all_threads(compute)
         assert out.isfinite().all()
+
+
+def test_panels() -> None:
+    x, w, out = torch.randn(37, 300), torch.randn(401, 300).bfloat16(), torch.empty(37, 401)
+    check_all_threads(lambda name: native.multiply(x, w, out, name))

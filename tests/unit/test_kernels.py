@@ -48,7 +48,7 @@ def padded(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def check(x: torch.Tensor, w: torch.Tensor, kernel: str) -> None:
-    exact = w.double().transpose(-1, -2) if kernel == "linear" else w.double()
+    exact = w.double() if kernel == "combine" else w.double().transpose(-1, -2)
     reference, magnitude = x.double() @ exact, x.double().abs() @ exact.abs()
     for instruction_set in require_library():
         out = torch.full((*reference.shape[:-1], reference.shape[-1] + 3), torch.nan)
@@ -66,6 +66,15 @@ def test_linear(rows: int) -> None:
     for columns, depth in itertools.product(COLUMNS, DEPTHS):
         x, w = padded(rows, depth, dtype=torch.float32), padded(columns, depth, dtype=torch.bfloat16)
         check(x, w, "linear")
+
+
+@pytest.mark.parametrize("rows", [0, 3, 23, 24, 25, 28, 29, 32, 47])
+def test_multiply(rows: int) -> None:
+    """On both sides of where panels begin, with blocks of 192 elements and panels of 16 and 48 columns."""
+    torch.manual_seed(rows)
+    for columns, depth in itertools.product((0, 1, 15, 16, 47, 48, 49, 100), (0, 1, 15, 191, 192, 193, 576)):
+        x, w = padded(rows, depth, dtype=torch.float32), padded(columns, depth, dtype=torch.bfloat16)
+        check(x, w, "multiply")
 
 
 @pytest.mark.parametrize("rows", ROWS)

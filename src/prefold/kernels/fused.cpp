@@ -40,9 +40,8 @@ struct RouteArguments {
 
 extern "C" {
 
-void prefold_linear(int set, int64_t batch, int64_t x_batch, int64_t w_batch, int64_t y_batch, const float* x,
-                    int64_t x_stride, const uint16_t* w, int64_t w_stride, float* y, int64_t y_stride,
-                    int64_t rows, int64_t columns, int64_t k);
+void prefold_multiply(int set, const float* x, int64_t x_stride, const uint16_t* w, int64_t w_stride, float* y,
+                      int64_t y_stride, int64_t rows, int64_t columns, int64_t depth);
 
 void prefold_normalise(int set, int is_bfloat16, int64_t num_rows, int64_t num_heads, int64_t size,
                        const void* x, int64_t x_stride, int64_t x_head_stride, void* residual,
@@ -97,11 +96,11 @@ void prefold_experts(int set, int64_t num_rows, int64_t top_k, int64_t hidden, i
         float *gated = rows + count * hidden, *result = gated + count * 2 * width;
         for (int64_t i = 0; i < count; i++)
             std::memcpy(rows + i * hidden, x + pairs[i] / top_k * x_stride, sizeof(float) * hidden);
-        prefold_linear(set, 1, 0, 0, 0, rows, hidden, gate_up + expert * 2 * width * hidden, hidden, gated,
-                       2 * width, count, 2 * width, hidden);
+        prefold_multiply(set, rows, hidden, gate_up + expert * 2 * width * hidden, hidden, gated, 2 * width, count,
+                         2 * width, hidden);
         prefold_gate(set, 0, gated, 2 * width, count, width);
-        prefold_linear(set, 1, 0, 0, 0, gated, 2 * width, down + expert * hidden * width, width, result, hidden,
-                       count, hidden, width);
+        prefold_multiply(set, gated, 2 * width, down + expert * hidden * width, width, result, hidden, count,
+                         hidden, width);
         for (int64_t i = 0; i < count; i++) {
             const int64_t row = pairs[i] / top_k;
             const float factor = weights[row * weights_stride + pairs[i] % top_k];
@@ -117,9 +116,9 @@ void prefold_gated_mlp(int set, int64_t num_rows, int64_t hidden, int64_t width,
                        int64_t out_stride) {
     static thread_local Buffer buffer;
     float* gated = buffer.get(num_rows * 2 * width);
-    prefold_linear(set, 1, 0, 0, 0, x, x_stride, gate_up, hidden, gated, 2 * width, num_rows, 2 * width, hidden);
+    prefold_multiply(set, x, x_stride, gate_up, hidden, gated, 2 * width, num_rows, 2 * width, hidden);
     prefold_gate(set, 0, gated, 2 * width, num_rows, width);
-    prefold_linear(set, 1, 0, 0, 0, gated, 2 * width, down, width, out, out_stride, num_rows, hidden, width);
+    prefold_multiply(set, gated, 2 * width, down, width, out, out_stride, num_rows, hidden, width);
 }
 
 }  // extern "C"

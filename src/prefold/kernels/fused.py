@@ -1,7 +1,7 @@
 """What lies between matrix products, one pass and one call each, in native code (fused.cpp).
 
 Norms, rotary embedding, gates, the choice of experts; and MLPs of few rows, whose products are
-`native.linear`. Where `can_fuse` says no, callers take torch, whose results are the same but for rounding.
+`native.multiply`. Where `can_fuse` says no, callers take torch: the same but for rounding.
 """
 
 from __future__ import annotations

@@ -19,16 +19,17 @@ from prefold.kernels import library
 _ARGUMENTS = (*[ctypes.c_int64] * 4, *(ctypes.c_void_p, ctypes.c_int64) * 3, *[ctypes.c_int64] * 3)
 _linear = library.declare("linear", *_ARGUMENTS)
 _combine = library.declare("combine", *_ARGUMENTS)
+_multiply = library.declare("multiply", *(ctypes.c_void_p, ctypes.c_int64) * 3, *[ctypes.c_int64] * 3)
 
 
 def can_multiply(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> bool:
     """Whether these kernels serve the tensors: built, on a CPU, and float32 by bfloat16."""
-    return (
-        x.dtype == out.dtype == torch.float32
-        and w.dtype == torch.bfloat16
-        and w.device.type == "cpu"
-        and library.is_available()
-    )
+    return x.dtype == out.dtype and serves(x.dtype, w.dtype, w.device.type)
+
+
+def serves(x: torch.dtype, w: torch.dtype, device: str) -> bool:
+    """The same for what has these dtypes, and is on this type of device."""
+    return x == torch.float32 and w == torch.bfloat16 and device == "cpu" and library.is_available()
 
 
 def linear(
@@ -57,6 +58,32 @@ def combine(
     assert w.shape[-2] == depth, (x.shape, w.shape)
     assert out.shape[-2:] == (rows, w.shape[-1]), (x.shape, w.shape, out.shape)
     return _call(_combine, x, w, out, w.shape[-1], instruction_set)
+
+
+def multiply(
+    x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, instruction_set: str | None = None
+) -> torch.Tensor:
+    """As `linear`, without a batch, and also for tens of rows: from 24 on, blocks of the matrix are turned
+    around and converted. Sums then run in another order, but no more than that depends on the other rows."""
+    rows, depth = x.shape
+    assert w.shape[1] == depth, (x.shape, w.shape)
+    assert out.shape == (rows, w.shape[0]), (x.shape, w.shape, out.shape)
+    assert x.dtype == out.dtype == torch.float32, (x.dtype, out.dtype)
+    assert w.dtype == torch.bfloat16, w.dtype
+    assert x.stride(1) == w.stride(1) == out.stride(1) == 1 or 0 in x.shape or 0 in out.shape
+    _multiply(
+        instruction_set,
+        x.data_ptr(),
+        x.stride(0),
+        w.data_ptr(),
+        w.stride(0),
+        out.data_ptr(),
+        out.stride(0),
+        rows,
+        w.shape[0],
+        depth,
+    )
+    return out
 
 
 def _call(

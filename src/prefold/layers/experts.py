@@ -12,7 +12,7 @@ from prefold.config import MoEConfig
 from prefold.kernels import fused
 from prefold.layers.bands import Bands
 from prefold.layers.expert_parallel import ExpertParallel
-from prefold.layers.linear import CONVERT_WEIGHT_FROM, Env, gated_mlp, prepared_mlp, tiles
+from prefold.layers.linear import Env, convert_from, gated_mlp, prepared_mlp, tiles, widens
 from prefold.layers.weight import Weight, parameter
 
 AddRouted = Callable[[torch.Tensor], None]
@@ -54,8 +54,14 @@ class Experts(nn.Module):
             x: [n, hidden], rows may lie apart.
             weights, ids: [n, top_k] float32 and integers; an expert that is not held costs nothing.
         """
-        if x.shape[0] < CONVERT_WEIGHT_FROM and x.dtype == torch.float32 and self._is_one_call:
+        if x.shape[0] < convert_from(self.env) and x.dtype == torch.float32 and self._is_one_call:
             fused.experts_(out, x, weights, ids.long(), self.held.start, self.gate_up, self.down)
+            return
+        if widens(x, self.env) and self._is_one_call:
+            wide = self.env.workspace.get("moe.wide", x.shape, torch.float32).copy_(x)
+            total = self.env.workspace.get("moe.wide_result", x.shape, torch.float32).zero_()
+            fused.experts_(total, wide, weights, ids.long(), self.held.start, self.gate_up, self.down)
+            out.add_(total)
             return
         workspace, hidden = self.env.workspace, x.shape[1]
         order, counts = group_by_expert(ids.cpu().numpy(), self.held)
