@@ -194,7 +194,7 @@ def test_logits_and_greedy_tokens_equal_transformers(variant: Variant, tmp_path:
 
 def test_any_chunks_give_the_same_logits(checkpoints: dict[str, Path]):
     config, model = load(checkpoints[V3], poison=True)
-    prompt = prompt_of(config, 75)
+    prompt = prompt_of(config, 75, seed=8)  # with seed 7 a rounding decides between two groups of experts
     _, whole = greedy(model, config, prompt, 0, chunks=())
     for budget in (1, 2, 7, 16, 33, 72):
         _, logits = greedy(model, config, prompt, 0, chunks=range(budget, 75, budget))
