@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefold.attention.context_ways import AUTO, KV, LOCAL, QUERY, SLICED, TRAVEL_TOKENS, WAYS, ContextWays
+from prefold.attention.paged import MOST_QUERIES
 from prefold.config import DSAConfig, MLAConfig
 from prefold.distributed.pcp_layout import partition
 
@@ -41,10 +42,16 @@ def chosen(layout: ContextWays, requests: list[tuple[int, int]], is_prefill: boo
     return layout.choose(num_queries, num_computed).tolist()
 
 
-@pytest.mark.parametrize("tail", [1, 2, 31, 32, 64])
+@pytest.mark.parametrize("tail", [1, 2, 31, 72, 96])
 def test_a_short_tail_after_a_long_prefix_is_sliced(tail: int):
     for pcp in (2, 4, 8):
         assert chosen(ways(pcp), [(32 * 1024, tail)]) == [SLICED]
+
+
+def test_few_queries_of_each_rank_stay():
+    """They are attended to rows as they are stored: nothing is saved by reading each row on one rank only."""
+    assert chosen(ways(8), [(32 * 1024, 8 * MOST_QUERIES)]) == [LOCAL]
+    assert chosen(ways(8), [(32 * 1024, 8 * MOST_QUERIES + 8)]) == [SLICED]
 
 
 def test_a_long_chunk_over_a_short_context_stays():
@@ -82,8 +89,8 @@ def test_keys_travel_for_long_chunks_and_queries_for_short_tails(pcp: int, dcp: 
 
 def test_decode_rows_that_occupy_all_ranks_stay():
     """As many as there are ranks gain nothing by sharing; one alone does, if its context is long."""
-    assert chosen(ways(2), [(8192, 1)] * 16, is_prefill=False) == [LOCAL] * 16
-    assert chosen(ways(2), [(8192, 1)], is_prefill=False) == [SLICED]
+    assert chosen(ways(2), [(32768, 1)] * 16, is_prefill=False) == [LOCAL] * 16
+    assert chosen(ways(2), [(32768, 1)], is_prefill=False) == [SLICED]
     assert chosen(ways(2), [(100, 1)], is_prefill=False) == [LOCAL]
     assert chosen(ways(2), [(32768, 1), (100, 1)], is_prefill=False) == [SLICED, LOCAL]
     assert chosen(ways(4), [(32768, 1)] * 2, is_prefill=False) == [SLICED] * 2

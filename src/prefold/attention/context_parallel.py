@@ -84,6 +84,7 @@ class ContextParallelAttention:
         self._walked: tuple[RequestWork, ...] = ()
         self._few: PagedQueries | None = None
         self._few_shared: PagedQueries | None = None
+        self._few_visiting: tuple[PagedQueries | None, ...] = ()
 
     def begin_step(self, plan: StepPlan) -> None:
         """Set the step that the coming `attend` calls, one per layer, belong to."""
@@ -95,6 +96,11 @@ class ContextParallelAttention:
         self._few = PagedQueries.of_works([work for work, is_one in zip(plan.works, paged) if is_one])
         shared = plan.shared_decode if self._can_attend_paged else ()
         self._few_shared = PagedQueries.of_shared(shared)
+        block_size = self._kv_cache.shape[2]
+        self._few_visiting = tuple(
+            PagedQueries.of_visits(piece.visits, block_size) if self._can_attend_paged else None
+            for piece in plan.travel
+        )
 
     def attend(
         self, layer_idx: int, q: torch.Tensor, kv: torch.Tensor, rows: LatentRows | HeadRows
@@ -118,7 +124,7 @@ class ContextParallelAttention:
         reader = CacheReader(stored.rows, self._format, self._workspace)
         gather = self._groups["pcp"].start_all_gather(new_kv[: plan.gather_tokens])
         self._write(cache, new_kv[plan.num_prefill_tokens : plan.num_tokens], plan.write_decode)
-        trips = self._trips(plan, q, forms, reader)
+        trips = self._trips(plan, q, forms, stored, reader)
         for trip in trips[:1]:
             trip.send()
         decode = self._start_decode(plan, q, forms, stored)
@@ -167,7 +173,9 @@ class ContextParallelAttention:
         assert dim == kv.shape[1], (dim, kv.shape)
         return new_kv
 
-    def _trips(self, plan: StepPlan, q: torch.Tensor, forms: KVForms, reader: CacheReader) -> list[Trip]:
+    def _trips(
+        self, plan: StepPlan, q: torch.Tensor, forms: KVForms, stored: PagedCache, reader: CacheReader
+    ) -> list[Trip]:
         """One per piece of travelling queries."""
         if not plan.travel:
             return []
@@ -177,12 +185,15 @@ class ContextParallelAttention:
             forms=forms,
             attention=self._attention,
             scale=self._scale,
+            stored=stored,
             reader=reader,
             walker=self._walker,
             backend=self._backend,
             workspace=self._workspace,
         )
-        return [Trip(piece, tools, q) for piece in plan.travel]
+        return [
+            Trip(piece, tools, q, few) for piece, few in zip(plan.travel, self._few_visiting, strict=True)
+        ]
 
     def _start_decode(
         self, plan: StepPlan, q: torch.Tensor, forms: KVForms, stored: PagedCache

@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefold.attention.forms import form_costs
+from prefold.attention.paged import MOST_QUERIES
 from prefold.config import DTYPES, DSAConfig, EngineConfig, GQAConfig, MLAConfig
 from prefold.kv_spec import row_bytes
 
@@ -43,6 +44,9 @@ PER_KEY_ELEMENT = 60
 """Reading an element of the paged cache, once for all heads of a rank, and making it a key in float32.
 Measured: 0.7 us for a key of 576 elements, whatever attends to it."""
 
+PER_STORED_ELEMENT = 14
+"""Reading it for few queries, which take rows as they are stored (attention.paged): 75 % of memory's rate."""
+
 PER_QUERY_BYTE = 80
 """A byte of a query or result on its way: packed, read from shared memory, put in order, scaled, merged.
 Measured: 1.2 us for a head of a query (192 elements there, 129 back)."""
@@ -53,6 +57,10 @@ is attended."""
 
 PER_COLLECTIVE = 10_000_000
 """A collective in shared memory with busy ranks, and the small operations around it: 0.2 ms."""
+
+PER_TRIP = 90_000_000
+"""Queries there and results back: two collectives whose ranks wait for each other, and some twenty small
+operations. Measured: 1.9 ms per layer for one token, whatever the context."""
 
 PER_SELECTED = 1.5
 """A multiplication of attention to selected rows, which lie anywhere. Measured: 71 GFLOP/s where tiles of
@@ -171,8 +179,23 @@ class ContextWays:
             return self._select(num_queries, num_queries, num_keys) + self._attend_selected(
                 num_queries, num_keys, self.num_heads
             )
-        forms = form_costs(self.attention, num_queries, num_keys)
-        return self.num_heads * np.minimum(*forms) + num_keys * self.token_dim * PER_KEY_ELEMENT
+        cost = self._attend_tiles(num_queries, num_keys)
+        if self.dcp_size > 1:  # the keys come in tiles
+            return cost
+        return np.where(num_queries <= MOST_QUERIES, self._attend_stored(num_queries, num_keys), cost)
+
+    def _attend_tiles(
+        self, num_queries: np.ndarray, num_keys: np.ndarray, absorbed_only: bool = False
+    ) -> np.ndarray:
+        """Queries at keys that are read tile by tile, in the cheaper form."""
+        plain, absorbed = form_costs(self.attention, num_queries, num_keys)
+        cost = absorbed if absorbed_only else np.minimum(plain, absorbed)
+        return self.num_heads * cost + num_keys * self.token_dim * PER_KEY_ELEMENT
+
+    def _attend_stored(self, num_queries: np.ndarray, num_keys: np.ndarray) -> np.ndarray:
+        """Few queries at rows as they are stored: arithmetic or memory, whichever takes longer."""
+        _, absorbed = form_costs(self.attention, num_queries, num_keys)
+        return np.maximum(self.num_heads * absorbed, num_keys * self.token_dim * PER_STORED_ELEMENT)
 
     def _move_keys(self, num_keys: np.ndarray) -> np.ndarray:
         """Gathering the shards: every rank reads all keys."""
@@ -186,16 +209,19 @@ class ContextWays:
         num_pieces = -(-num_queries // TRAVEL_TOKENS)
         num_own_keys = -(-num_keys // size)
         per_trip = -(-num_queries // np.maximum(num_pieces, 1))
-        plain, absorbed = form_costs(attention, per_trip, num_own_keys)
         heads_differ = self.dcp_size > self.pcp_size
-        attend = heads * (absorbed if heads_differ else np.minimum(plain, absorbed))
+        attend = np.where(
+            per_trip <= MOST_QUERIES,
+            self._attend_stored(per_trip, num_own_keys),
+            self._attend_tiles(per_trip, num_own_keys, heads_differ),
+        )
         q_dim, out_dim = attention.qk_head_dim, attention.v_head_dim
         if heads_differ:
             q_dim, out_dim = attention.absorbed_dims
         # Absorbed queries are float32.
         q_bytes = q_dim * (4 if heads_differ else self.q_itemsize)
         out_bytes = (out_dim + 1) * RESULT_BYTES
-        per_piece = attend + num_own_keys * self.token_dim * PER_KEY_ELEMENT + 2 * PER_COLLECTIVE
+        per_piece = attend + PER_TRIP
         moved = own * size * heads * (q_bytes + out_bytes)
         return num_pieces * per_piece + moved * PER_QUERY_BYTE
 

@@ -9,17 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from prefold.attention.forms import KVForm, KVForms
-from prefold.attention.plan import RequestWork
 from prefold.attention.row_format import RowFormat
-from prefold.attention.shared_decode import SharedWork
 from prefold.kernels import library, rows
 from prefold.kernels.rows import BlockRows
 from prefold.workspace import Workspace
+
+if TYPE_CHECKING:
+    from prefold.attention.plan import RequestWork
+    from prefold.attention.shared_decode import SharedWork
+    from prefold.attention.travel import Visit
 
 MOST_QUERIES = 8
 """Queries of a request from which on a walk, which reads keys once for all of them, is as fast."""
@@ -58,6 +62,20 @@ class PagedQueries:
                 length[segment.first_query :] = segment.end
             lengths.append(length)
         return cls._of([work.block_ids for work in works], tokens, lengths)
+
+    @classmethod
+    def of_visits(cls, visits: Sequence[Visit], block_size: int) -> PagedQueries | None:
+        """Queries that have travelled here. None if those of a request are many."""
+        counts = [visit.queries.stop - visit.queries.start for visit in visits]
+        if max(counts, default=0) > MOST_QUERIES:
+            return None
+        assert all(visit.start % block_size == 0 for visit in visits)
+        return cls._of(
+            # What stands behind a request's last block is not read.
+            [torch.roll(visit.block_ids, -(visit.start // block_size)) for visit in visits],
+            [np.arange(visit.queries.start, visit.queries.stop) for visit in visits],
+            [np.full(count, visit.end - visit.start) for visit, count in zip(visits, counts, strict=True)],
+        )
 
     @classmethod
     def _of(

@@ -21,6 +21,7 @@ from prefold.attention.backend import AttentionBackend, Queries
 from prefold.attention.forms import KVForms, prefer_absorbed
 from prefold.attention.lse import merge_
 from prefold.attention.merge import merge_packed, packed
+from prefold.attention.paged import PagedCache, PagedQueries
 from prefold.attention.queries import LayerQueries
 from prefold.attention.walk import CacheReader, Segment, Walk, Walker
 from prefold.config import GQAConfig, MLAConfig
@@ -79,6 +80,7 @@ class TravelTools:
     forms: KVForms
     attention: MLAConfig | GQAConfig
     scale: float
+    stored: PagedCache
     reader: CacheReader
     walker: Walker
     backend: AttentionBackend
@@ -89,10 +91,16 @@ class Trip:
     """One piece's way through a layer: `send`, `attend`, `send_back`, `merge`, in this order.
 
     All ranks of the group take part in `send` and `send_back`, whether or not they have queries or keys.
+
+    Args:
+        paged: the piece's queries, if they are attended to the cache as it is stored.
     """
 
-    def __init__(self, piece: TravelPiece, tools: TravelTools, q: torch.Tensor) -> None:
+    def __init__(
+        self, piece: TravelPiece, tools: TravelTools, q: torch.Tensor, paged: PagedQueries | None
+    ) -> None:
         self._piece = piece
+        self._paged = paged
         self._tools = tools
         self._q = q
         self._num_heads = q.shape[1]
@@ -129,10 +137,25 @@ class Trip:
         self._there.release()
         shape = (piece.num_queries, self._num_heads, self._out_dim)
         self._results, out, lse = packed(tools.workspace, "travel.results", *shape)
-        if self._is_plain:
+        if self._paged is not None:
+            self._attend_paged(self._paged, q, out, lse)
+        elif self._is_plain:
             self._attend_plain(q, out, lse)
         else:
             self._attend_absorbed(q, out, lse)
+
+    def _attend_paged(
+        self, paged: PagedQueries, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+    ) -> None:
+        tools, form = self._tools, self._tools.forms.absorbed
+        if form is self._form and q.dtype == torch.float32:
+            tools.stored.attend(paged, q, form, None, tools.scale, out, lse)
+            return
+        absorbed = tools.workspace.get("travel.absorbed", (*q.shape[:2], form.q_dim), torch.float32)
+        form.queries(q, absorbed)
+        attended = tools.workspace.get("travel.attended", (*q.shape[:2], form.out_dim), torch.float32)
+        tools.stored.attend(paged, absorbed, form, None, tools.scale, attended, lse)
+        form.results(attended, out)
 
     def _attend_plain(self, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
         tools, visits = self._tools, self._piece.visits

@@ -60,10 +60,14 @@ class RankPlace:
 
     def part_of_context(self, num_computed: int) -> tuple[int, int]:
         """What travelling queries attend to here, [start, end) of the tokens that this rank holds: its shard,
-        or, where every rank holds everything, its slice."""
+        or, where every rank holds everything, its slice, which begins with a block."""
         if self.ownership.dcp_size > 1:
             return 0, int(self.ownership.local_lengths(num_computed)[self.dcp])
-        return num_computed * self.pcp // self.pcp_size, num_computed * (self.pcp + 1) // self.pcp_size
+        block_size, size = self.ownership.block_size, self.pcp_size
+        start, end = (
+            num_computed * place // size // block_size * block_size for place in (self.pcp, self.pcp + 1)
+        )
+        return start, end if self.pcp + 1 < size else num_computed
 
 
 @dataclass(frozen=True, eq=False)
