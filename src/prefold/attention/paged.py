@@ -9,21 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from prefold.attention.forms import KVForm, KVForms
+from prefold.attention.plan import RequestWork, Visit
 from prefold.attention.row_format import RowFormat
+from prefold.attention.shared_decode import SharedWork
 from prefold.kernels import library, rows
 from prefold.kernels.rows import BlockRows
 from prefold.workspace import Workspace
-
-if TYPE_CHECKING:
-    from prefold.attention.plan import RequestWork
-    from prefold.attention.shared_decode import SharedWork
-    from prefold.attention.travel import Visit
 
 MOST_QUERIES = 8
 """Queries of a request from which on a walk, which reads keys once for all of them, is as fast."""

@@ -10,7 +10,6 @@ import torch
 from prefold.attention.kv_tiles import KVTile
 from prefold.attention.shared_decode import SharedWork
 from prefold.attention.sparse_shards import Visitors
-from prefold.attention.travel import TravelPiece
 from prefold.attention.walk import Run, Segment, Window
 
 
@@ -59,6 +58,43 @@ class Rows:
 
     rows: torch.Tensor
     slots: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Visit:
+    """The queries of one request at this rank's part of its context.
+
+    Attributes:
+        queries: rows of the piece, all ranks' together.
+        block_ids: of the request.
+        start, end: the tokens that they attend to, as this rank numbers those that it holds.
+    """
+
+    queries: slice
+    block_ids: torch.Tensor
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, eq=False)
+class TravelPiece:
+    """Queries that travel together, few enough for the buffers. Equal on all ranks but for the tensors.
+
+    Attributes:
+        own_tokens: [n] int64, this rank's queries, in its local batch.
+        counts: queries of each place of the group.
+        rows: per place, where its queries go when the piece is ordered by request, [count] int64.
+        visits: the requests, covering the piece's rows.
+    """
+
+    own_tokens: torch.Tensor
+    counts: tuple[int, ...]
+    rows: tuple[torch.Tensor, ...]
+    visits: tuple[Visit, ...]
+
+    @property
+    def num_queries(self) -> int:
+        return sum(self.counts)
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,10 +24,9 @@ from prefold.attention.context_ways import (
 )
 from prefold.attention.forms import prefer_absorbed
 from prefold.attention.kv_tiles import KVPiece, KVTile
-from prefold.attention.plan import RequestWork, Rows, StepPlan
+from prefold.attention.plan import RequestWork, Rows, StepPlan, TravelPiece, Visit
 from prefold.attention.shared_decode import SharedWork
 from prefold.attention.sparse_shards import Visitors
-from prefold.attention.travel import TravelPiece, Visit
 from prefold.attention.walk import Run, Segment, others_segments, own_segments, prefix_segments
 from prefold.distributed.pcp_layout import Partition, token_indices_by_rank
 from prefold.kv_ownership import KVOwnership
