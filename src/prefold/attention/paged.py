@@ -146,21 +146,34 @@ def attend_own(
 ) -> None:
     """Attend queries as the model has them, q [num_tokens, num_heads, qk_head_dim], and write the rows of out
     [num_tokens, num_heads, v_head_dim] that are theirs."""
-    form, tokens = forms.absorbed, queries.tokens
-    own_q, num_heads = q[tokens], q.shape[1]
-    shape = (len(queries.lengths), num_heads)
+    tokens, shape = queries.tokens, (len(queries.lengths), q.shape[1])
     lse = workspace.get("paged.lse", shape, torch.float32)
-    are_views = isinstance(tokens, slice) and q.dtype == out.dtype == torch.float32
-    if form is forms.plain and are_views:
-        cache.attend(queries, own_q, form, forms.window, scale, out[tokens], lse)
-        return
-    changed_q = workspace.get("paged.q", (*shape, form.q_dim), torch.float32)
-    form.queries(own_q, changed_q)
-    attended = workspace.get("paged.out", (*shape, form.out_dim), torch.float32)
-    cache.attend(queries, changed_q, form, forms.window, scale, attended, lse)
     if isinstance(tokens, slice):
-        form.results(attended, out[tokens])
+        attend_rows(queries, cache, q[tokens], forms, scale, out[tokens], lse, workspace)
         return
     results = workspace.get("paged.results", (*shape, out.shape[2]), out.dtype)
-    form.results(attended, results)
+    attend_rows(queries, cache, q[tokens], forms, scale, results, lse, workspace)
     out.index_copy_(0, tokens, results)
+
+
+def attend_rows(
+    queries: PagedQueries,
+    cache: PagedCache,
+    q: torch.Tensor,
+    forms: KVForms,
+    scale: float,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    workspace: Workspace,
+) -> None:
+    """q [n, num_heads, qk_head_dim] as the model has them -> out [n, num_heads, v_head_dim], of any float
+    dtype, and lse [n, num_heads] float32. All may be strided."""
+    form, shape = forms.absorbed, q.shape[:2]
+    if form is forms.plain and q.dtype == out.dtype == torch.float32:
+        cache.attend(queries, q, form, forms.window, scale, out, lse)
+        return
+    changed_q = workspace.get("paged.q", (*shape, form.q_dim), torch.float32)
+    form.queries(q, changed_q)
+    attended = workspace.get("paged.out", (*shape, form.out_dim), torch.float32)
+    cache.attend(queries, changed_q, form, forms.window, scale, attended, lse)
+    form.results(attended, out)

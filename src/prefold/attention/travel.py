@@ -21,7 +21,7 @@ from prefold.attention.backend import AttentionBackend, Queries
 from prefold.attention.forms import KVForms, prefer_absorbed
 from prefold.attention.lse import merge_
 from prefold.attention.merge import merge_packed, packed
-from prefold.attention.paged import PagedCache, PagedQueries
+from prefold.attention.paged import PagedCache, PagedQueries, attend_rows
 from prefold.attention.plan import TravelPiece
 from prefold.attention.queries import LayerQueries
 from prefold.attention.walk import CacheReader, Segment, Walk, Walker
@@ -101,25 +101,14 @@ class Trip:
         self._there.release()
         shape = (piece.num_queries, self._num_heads, self._out_dim)
         self._results, out, lse = packed(tools.workspace, "travel.results", *shape)
-        if self._paged is not None:
-            self._attend_paged(self._paged, q, out, lse)
+        if self._is_plain and self._paged is not None:
+            attend_rows(self._paged, tools.stored, q, tools.forms, tools.scale, out, lse, tools.workspace)
         elif self._is_plain:
             self._attend_plain(q, out, lse)
+        elif self._paged is not None:
+            tools.stored.attend(self._paged, q, self._form, None, tools.scale, out, lse)
         else:
             self._attend_absorbed(q, out, lse)
-
-    def _attend_paged(
-        self, paged: PagedQueries, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
-    ) -> None:
-        tools, form = self._tools, self._tools.forms.absorbed
-        if form is self._form and q.dtype == torch.float32:
-            tools.stored.attend(paged, q, form, None, tools.scale, out, lse)
-            return
-        absorbed = tools.workspace.get("travel.absorbed", (*q.shape[:2], form.q_dim), torch.float32)
-        form.queries(q, absorbed)
-        attended = tools.workspace.get("travel.attended", (*q.shape[:2], form.out_dim), torch.float32)
-        tools.stored.attend(paged, absorbed, form, None, tools.scale, attended, lse)
-        form.results(attended, out)
 
     def _attend_plain(self, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
         tools, visits = self._tools, self._piece.visits
