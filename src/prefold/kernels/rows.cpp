@@ -9,10 +9,6 @@
 
 #include <cstdint>
 
-#if defined(_OPENMP)
-#include <omp.h>
-#endif
-
 namespace {
 
 // See rows.py. `bytes_per_row` are those that queries need. Strides, offsets and steps are in elements, in FP8 of the rows that are stored; `window` is 0

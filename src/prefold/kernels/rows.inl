@@ -5,14 +5,6 @@
 
 constexpr int64_t SPLIT = 512;  // rows whose results are summed before they are merged with others
 
-static inline int64_t thread_count() {
-#if defined(_OPENMP)
-    return omp_in_parallel() ? 1 : omp_get_max_threads();
-#else
-    return 1;
-#endif
-}
-
 // Whether a value is the beginning of its key.
 static INLINE bool is_shared(const RowsArguments& a) {
     return a.value_offset == 0 && (a.num_kv_heads == 1 || a.value_step == a.key_step);
@@ -263,7 +255,7 @@ static void run_tasks(const RowsArguments& a, float scale, const std::vector<Spl
 
 template <typename T> static void attend_rows_of(const RowsArguments& a, float scale) {
     static thread_local Buffer buffer;
-    const int64_t num_threads = thread_count(), heads = a.num_kv_heads * a.heads_per_kv_head;
+    const int64_t num_threads = parallel_threads(), heads = a.num_kv_heads * a.heads_per_kv_head;
     const int64_t v_width = padded(a.v_dim), size = Softmax::size(heads, v_width);
     std::vector<int64_t> shared;
     const std::vector<SplitTask> tasks = plan_tasks<T>(a, num_threads, shared);
