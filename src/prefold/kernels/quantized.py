@@ -41,11 +41,6 @@ _expand = library.declare(
 )
 
 
-def is_available() -> bool:
-    """Whether native code was built; without it `expand` takes torch, and there is no `linear`."""
-    return bool(library.instruction_sets())
-
-
 class QuantizedMatrix:
     """[rows, columns] as codes and scales, see `KINDS`.
 
@@ -93,7 +88,7 @@ class QuantizedMatrix:
         """Values of `rows` into out [rows, columns], contiguous, float32 or bfloat16."""
         assert out.shape == (rows.stop - rows.start, self.shape[1]), (rows, out.shape, self.shape)
         assert out.is_contiguous()
-        if not is_available():
+        if not library.is_available():
             return out.copy_(quantized_reference.values(self, rows).to(self.dtype))
         as_bfloat16 = out.dtype == torch.bfloat16
         assert as_bfloat16 or out.dtype == torch.float32, out.dtype

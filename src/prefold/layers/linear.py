@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from prefold.kernels import fused, native
-from prefold.kernels.quantized import QuantizedMatrix, is_available
+from prefold.kernels import fused, library, native
+from prefold.kernels.quantized import QuantizedMatrix
 from prefold.layers.bands import Band, Bands
 from prefold.layers.weight import Weight, parameter, shard, whole
 
@@ -125,7 +125,7 @@ def multiply(x: torch.Tensor, bands: Sequence[Band], out: torch.Tensor, env: Env
 def _multiply_quantized(x: torch.Tensor, weight: QuantizedMatrix, out: torch.Tensor, env: Env) -> None:
     """As `matmul`. Many rows meet a tile of the weight's rows at a time, as floats."""
     num_rows, columns = x.shape[0], weight.shape[1]
-    if num_rows < EXPAND_FROM and is_available():
+    if num_rows < EXPAND_FROM and library.is_available():
         if x.dtype == torch.float32:
             weight.linear(x, out)
         else:
