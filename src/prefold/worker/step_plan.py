@@ -251,15 +251,14 @@ class _Planner:
         """Travelling queries of this rank's group in pieces, each rank's in the order of its local batch."""
         if self._ways.dsa is not None:
             return ()
-        size = max(1, TRAVEL_TOKENS // self._ways.group_size)
-        pieces = self._travellers().pieces(size)
+        pieces = self._traveller_pieces(max(1, TRAVEL_TOKENS // self._ways.group_size))
         return tuple(self._travel_piece(t.request, t.source, t.own_tokens) for t in pieces)
 
     def _visits(self) -> tuple[Visitors, ...]:
         """The same with sparse attention."""
         if self._ways.dsa is None:
             return ()
-        pieces = self._travellers().pieces(max(1, VISIT_TOKENS // self._ways.unit))
+        pieces = self._traveller_pieces(max(1, VISIT_TOKENS // self._ways.unit))
         return tuple(
             Visitors(
                 own_tokens=self._tensor(t.own_tokens),
@@ -277,22 +276,25 @@ class _Planner:
             for t in pieces
         )
 
-    def _travellers(self) -> _Travellers:
-        """The tokens of this rank's unit whose queries travel."""
+    def _traveller_pieces(self, size: int) -> Iterator[_Travellers]:
+        """The tokens of this rank's unit whose queries travel, at most `size` of each rank in a piece."""
         parts, place, ways = self._parts, self._place, self._ways
         travels = (self._way == SLICED) | (self._way == QUERY)
+        if not travels.any():
+            return
         row_travels = travels[parts.row_request]
         in_unit = parts.row_rank // ways.unit == place.pcp // ways.unit
         rows = np.flatnonzero(in_unit & row_travels)
         counts = parts.row_num_tokens[rows]
         ends = np.cumsum(counts)
         own_rows = parts.rows_of(place.pcp)
-        return _Travellers(
+        travellers = _Travellers(
             request=np.repeat(parts.row_request[rows], counts),
             source=np.repeat(parts.row_rank[rows] % ways.unit, counts),
             position=np.repeat(parts.row_end[rows] - ends, counts) + np.arange(counts.sum()),
             own_tokens=np.flatnonzero(np.repeat(row_travels[own_rows], parts.row_num_tokens[own_rows])),
         )
+        yield from travellers.pieces(size)
 
     def _travel_piece(self, request: np.ndarray, source: np.ndarray, own_tokens: np.ndarray) -> TravelPiece:
         """Tokens by (request, PCP place in the unit), ordered by place. Other heads of the group's are more
