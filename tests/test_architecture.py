@@ -63,7 +63,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "quantization.scheme": set(),
     "quantization.catalog": {"checkpoint_files"},
     "flops": {"config"},
-    "weight_sizes": {"config", "flops", "checkpoint_files"}
+    "weight_sizes": {"config", "flops", "checkpoint_files", "gguf_file"}
     | {"quantization.catalog", "quantization.formats", "quantization.scheme"},
     "traffic": {"config", "kv_spec"} | RANK_ARITHMETIC,
     "distributed.mesh": {"config"},

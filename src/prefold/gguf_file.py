@@ -28,6 +28,24 @@ _STRING, _ARRAY = 8, 9
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _MAX_DIMS = 4
 
+TENSOR_NAMES = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+"""GGUF name of a module -> Hugging Face name."""
+
 
 @dataclass(frozen=True)
 class GGUFTensor:
@@ -258,3 +276,16 @@ class _Part:
                 value, position = self._value(element, position), self._after(element, position)
             values.append(value)
         return values
+
+
+def hf_name(name: str) -> str:
+    """Hugging Face name of a GGUF tensor; an unknown one keeps its name.
+
+    >>> hf_name("blk.3.attn_q.weight")
+    'model.layers.3.self_attn.q_proj.weight'
+    """
+    match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
+    if match is None or match[2] not in TENSOR_NAMES:
+        return name
+    prefix = f"model.layers.{match[1]}." if match[1] else ""
+    return f"{prefix}{TENSOR_NAMES[match[2]]}.{match[3]}"

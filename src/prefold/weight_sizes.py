@@ -15,6 +15,7 @@ from pathlib import Path
 from prefold.checkpoint_files import TensorEntry
 from prefold.config import DTYPES, ModelConfig
 from prefold.flops import LayerParameters, layer_parameters
+from prefold.gguf_file import hf_name
 from prefold.quantization.catalog import catalog
 from prefold.quantization.formats import NVFP4_GROUP, Format
 from prefold.quantization.scheme import Scheme, read_scheme
@@ -26,15 +27,7 @@ KINDS = {
 }
 """How modules are spread over ranks, see LayerParameters."""
 
-GGUF_MODULES = {
-    "attn_q": "q_proj",
-    "attn_k": "k_proj",
-    "attn_v": "v_proj",
-    "attn_output": "o_proj",
-    "ffn_gate": "gate_proj",
-    "ffn_up": "up_proj",
-    "ffn_down": "down_proj",
-}
+MATRIX_NAME = re.compile(r"layers\.(\d+)\.(.*\.)?(\w+)\.weight$")
 
 GGUF_BLOCKS = {"Q8_0": (32, 34), "Q4_0": (32, 18), "Q4_1": (32, 20), "Q4_K": (256, 144), "Q6_K": (256, 210)}
 """Columns and bytes of the blocks that stay in memory as they are."""
@@ -132,13 +125,12 @@ def _matrices(
 ) -> Iterator[tuple[int, StoredMatrix]]:
     """With their layers."""
     for name, entry in entries.items():
-        gguf = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name)
-        if gguf and gguf[2] in GGUF_MODULES and entry.dtype in GGUF_BLOCKS:
-            module, block = GGUF_MODULES[gguf[2]], GGUF_BLOCKS[entry.dtype]
+        match = MATRIX_NAME.search(hf_name(name)) if entry.dtype in GGUF_BLOCKS else None
+        if match and (kind := _kind(match[3])):
             rows, columns = entry.shape
-            yield int(gguf[1]), StoredMatrix(_kind(module), module, rows, columns, None, *block)
+            yield int(match[1]), StoredMatrix(kind, match[3], rows, columns, None, *GGUF_BLOCKS[entry.dtype])
     for name, tensor in catalog(entries, scheme).items() if scheme else ():
-        match = re.search(r"layers\.(\d+)\.(.*\.)?(\w+)\.weight$", name)
+        match = MATRIX_NAME.search(name)
         if not match or tensor.format is None or "indexer." in name or tensor.problem:
             continue
         kind = "expert" if ".mlp.experts." in name else _kind(match[3])

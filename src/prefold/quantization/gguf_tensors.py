@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -13,29 +12,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from prefold.gguf_file import GGUFFile, GGUFTensor
+from prefold.gguf_file import GGUFFile, GGUFTensor, hf_name
 from prefold.kernels.quantized import KINDS, QuantizedMatrix
 from prefold.quantization.catalog import StoredTensor
 from prefold.quantization.source import OpenTensor, Read
 from prefold.quantization.tensors import TILE
-
-TENSOR_NAMES = {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
-"""GGUF name of a module -> Hugging Face name."""
 
 PERMUTED_ARCHITECTURES = ("llama", "smollm3")
 """Whose files keep the rows of q_proj and k_proj in the order that rotates neighbours."""
@@ -170,19 +151,6 @@ class GGUFMatrix:
 
 def _keep(matrix: GGUFMatrix, slices: tuple[slice, ...], dtype: torch.dtype) -> QuantizedMatrix | None:
     return matrix.keep(slices[0], slices[1], dtype)
-
-
-def hf_name(name: str) -> str:
-    """Hugging Face name of a GGUF tensor; an unknown one keeps its name.
-
-    >>> hf_name("blk.3.attn_q.weight")
-    'model.layers.3.self_attn.q_proj.weight'
-    """
-    match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
-    if match is None or match[2] not in TENSOR_NAMES:
-        return name
-    prefix = f"model.layers.{match[1]}." if match[1] else ""
-    return f"{prefix}{TENSOR_NAMES[match[2]]}.{match[3]}"
 
 
 def row_order(num_rows: int, num_heads: int) -> np.ndarray:

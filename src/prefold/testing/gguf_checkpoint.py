@@ -13,7 +13,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load_file
 
-from prefold.quantization.gguf_tensors import TENSOR_NAMES
+from prefold.gguf_file import TENSOR_NAMES
 
 PERMUTED = ("llama", "smollm3")
 
