@@ -19,6 +19,7 @@ from prefold.attention.torch_backend import CAUSAL_ROW_BLOCK, KEY_BLOCK, ROW_BLO
 from prefold.attention.walk import Run, Segment, others_segments, own_segments, prefix_segments
 from prefold.distributed.pcp_layout import partition
 from prefold.kernels import library
+from prefold.kernels.dense import select_
 from prefold.workspace import Workspace
 
 torch.set_num_threads(1)
@@ -76,17 +77,30 @@ class Kernel:
         self.seen = torch.zeros(q.shape[0], k.shape[1], dtype=torch.bool)
 
     def attend(
-        self, tokens: slice, keys: slice, causal: bool = False, unseen: torch.Tensor | None = None
+        self,
+        tokens: slice,
+        keys: slice,
+        causal: bool = False,
+        unseen: torch.Tensor | None = None,
+        chosen: torch.Tensor | None = None,
     ) -> None:
+        """chosen: [tokens, keys] bool."""
         qk_dim, num_keys = self.q.shape[-1], keys.stop - keys.start
         k = self.backend.keys(self.k.shape[0], num_keys, qk_dim)
         k[..., :qk_dim] = self.k[:, keys]
-        self.backend.attend_(self.state, tokens, k, self.v[:, keys], causal, unseen)
+        selected = None
+        if chosen is not None:
+            numbers = torch.arange(num_keys).where(chosen, -1)
+            selected = torch.empty(len(chosen), num_keys // 64 + 1, dtype=torch.int64)
+            select_(numbers, 0, selected)
+        self.backend.attend_(self.state, tokens, k, self.v[:, keys], causal, unseen, selected)
         square = torch.ones(tokens.stop - tokens.start, num_keys, dtype=torch.bool)
         if causal:
             square = square.tril()
         if unseen is not None:
             square &= torch.arange(num_keys) >= unseen[:, None]
+        if chosen is not None:
+            square &= chosen
         assert not self.seen[tokens, keys].logical_and(square).any()
         self.seen[tokens, keys] |= square
 
@@ -184,6 +198,21 @@ def test_keys_that_a_token_does_not_see(backend: AttentionBackend, causal: bool,
         unseen = torch.randint(0, num_keys + 1, (length,), generator=generator).sort().values
         kernel.attend(slice(0, length), slice(0, num_keys), causal, unseen)
         kernel.check(2e-5 if magnitude == 1.0 else 1e-3)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_tokens_see_the_keys_that_they_have_chosen(backend: AttentionBackend, causal: bool):
+    """Many and none, after a block that all see and below one that begins later."""
+    for length in (1, 2, 130, ROW_BLOCK // 2 + 1):
+        num_keys = length if causal else KEY_BLOCK + 3
+        q, k, v = random(length, 4, 8), random(2, num_keys + 9, 8, seed=1), random(2, num_keys + 9, 4, seed=2)
+        kernel = Kernel(backend, q, k, v, 0.5)
+        generator = torch.Generator().manual_seed(length)
+        chosen = torch.rand(length, num_keys, generator=generator) < torch.linspace(1, -0.2, length)[:, None]
+        unseen = None if causal else torch.arange(length) * 2
+        kernel.attend(slice(0, length // 2), slice(num_keys, num_keys + 9))
+        kernel.attend(slice(0, length), slice(0, num_keys), causal, unseen, chosen)
+        kernel.check()
 
 
 @given(

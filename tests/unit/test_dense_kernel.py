@@ -6,6 +6,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from prefold.attention.backend import Queries
 from prefold.attention.native_backend import NativeBackend
@@ -31,6 +33,26 @@ def random(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
     return (torch.randn(*shape, generator=generator) * scale).to(BF16)
 
 
+def words_of(chosen: torch.Tensor) -> torch.Tensor:
+    """[n, keys] bool -> the words of `dense.attend_`, with one more per row, and ones behind the last key."""
+    num_tokens, num_keys = chosen.shape
+    bits = torch.ones(num_tokens, num_keys // 64 + 2, 64, dtype=torch.int64)
+    bits.flatten(1)[:, :num_keys] = chosen
+    words = (bits << torch.arange(64)).sum(-1)
+    assert words.dtype == torch.int64
+    return torch.cat((words, torch.full((num_tokens, 1), -1)), dim=1)[:, :-1]
+
+
+def choose(num_tokens: int, num_keys: int, share: float, seed: int) -> torch.Tensor:
+    """Random [tokens, keys]; every seventh token has chosen nothing, and runs of keys are chosen by none."""
+    generator = torch.Generator().manual_seed(seed)
+    chosen = torch.rand(num_tokens, num_keys, generator=generator) < share
+    chosen[3::7] = False
+    start, end = torch.randint(0, num_keys + 1, (2,), generator=generator).sort().values.tolist()
+    chosen[:, start:end] = False
+    return chosen
+
+
 class Attention:
     """One request's queries, and what they have seen of keys and values, [heads, n, dim] each."""
 
@@ -43,18 +65,32 @@ class Attention:
         self.seen = torch.zeros(q.shape[0], k.shape[1], dtype=torch.bool)
 
     def attend(
-        self, tokens: slice, keys: slice, causal: bool = False, unseen: torch.Tensor | None = None
+        self,
+        tokens: slice,
+        keys: slice,
+        causal: bool = False,
+        unseen: torch.Tensor | None = None,
+        chosen: torch.Tensor | None = None,
     ) -> None:
+        """chosen: [tokens, keys] bool."""
         num_keys = keys.stop - keys.start
         k = self.backend.keys(len(self.k), num_keys, self.k.shape[2])
         v = self.backend.values(len(self.v), num_keys, self.v.shape[2])
         self.backend.attend_(
-            self.state, tokens, k.copy_(self.k[:, keys]), v.copy_(self.v[:, keys]), causal, unseen
+            self.state,
+            tokens,
+            k.copy_(self.k[:, keys]),
+            v.copy_(self.v[:, keys]),
+            causal,
+            unseen,
+            None if chosen is None else words_of(chosen),
         )
         square = torch.ones(tokens.stop - tokens.start, num_keys, dtype=torch.bool)
         square = square.tril() if causal else square
         if unseen is not None:
             square &= torch.arange(num_keys) >= unseen[:, None]
+        if chosen is not None:
+            square &= chosen
         self.seen[tokens, keys] |= square
 
     def result(self, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
@@ -130,6 +166,76 @@ def test_keys_that_tokens_do_not_see(instruction_set: str, magnitude: float):
             unseen = torch.randint(0, end - start + 1, (length,), generator=generator).sort().values
             attention.attend(slice(0, length), slice(start, end), causal, unseen)
         attention.check(instruction_set)
+
+
+@pytest.mark.parametrize(("qk_dim", "v_dim", "heads", "kv_heads"), SHAPES)
+def test_chosen_keys(instruction_set: str, qk_dim: int, v_dim: int, heads: int, kv_heads: int):
+    k, v = random(kv_heads, 180, qk_dim, seed=1), random(kv_heads, 180, v_dim, seed=2)
+    for length in range(1, 71, 3):
+        q, rest = random(length, heads, qk_dim, seed=length), length + 37 * length % 107
+        attention = Attention(q, k[:, :rest], v[:, :rest], qk_dim**-0.5, instruction_set)
+        chosen = choose(length, rest, (0.02, 0.3, 0.97)[length % 9 // 3], length)
+        attention.attend(slice(0, length), slice(0, length), True, None, chosen[:, :length])
+        part = slice(length // 3, length)
+        attention.attend(part, slice(length, rest), False, None, chosen[part, length:])
+        attention.check(instruction_set)
+
+
+@pytest.mark.parametrize("heads", [1, 3, 16])
+def test_chosen_keys_around_blocks(instruction_set: str, heads: int):
+    for edge in (8, 32, 48, 64, 96, 128, 384, 448, 768):
+        for num_keys in (edge - 1, edge, edge + 1):
+            length = num_keys if heads == 1 else 30
+            q = random(length, heads, 8)
+            k, v = random(1, num_keys, 8, seed=1), random(1, num_keys, 6, seed=2)
+            attention = Attention(q, k, v, 0.3, instruction_set)
+            unseen = torch.arange(length) * num_keys // (2 * length)
+            chosen = choose(length, num_keys, 0.2, edge)
+            attention.attend(slice(0, length), slice(0, num_keys), heads == 1, unseen, chosen)
+            attention.check(instruction_set)
+
+
+def test_keys_that_are_not_chosen_leave_no_trace(instruction_set: str):
+    """However high their scores; also in a token's first block, where the reference is set."""
+    q, k, v = random(5, 2, 16), random(1, 900, 16), random(1, 900, 16)
+    chosen = choose(5, 900, 0.3, 1)
+    chosen[1, :500] = False
+    nobodys = ~chosen.any(0)
+    assert nobodys.any()
+    results = []
+    for number in (1.0, 1e18):
+        k[0, nobodys], v[0, nobodys] = number, number
+        attention = Attention(q, k, v, 0.5, instruction_set)
+        attention.attend(slice(0, 5), slice(0, 900), False, None, chosen)
+        results.append(attention.result())
+    for one, other in zip(*results):
+        assert torch.equal(one, other)
+    every, plain = (Attention(q, k, v, 0.5, instruction_set) for _ in range(2))
+    every.attend(slice(0, 5), slice(0, 900), False, None, torch.ones(5, 900, dtype=torch.bool))
+    plain.attend(slice(0, 5), slice(0, 900))
+    for one, other in zip(every.result(), plain.result()):
+        assert torch.equal(one, other)
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_bits_of_indices(data: st.DataObject):
+    num_rows, num_indices = data.draw(st.integers(0, 5)), data.draw(st.integers(0, 40))
+    num_words, first = data.draw(st.integers(0, 5)), data.draw(st.sampled_from([0, 1, 63, 64, 1 << 30]))
+    dtype = data.draw(st.sampled_from([torch.int32, torch.int64]))
+    numbers = st.one_of(st.integers(-2, 2), st.integers(first - 3, first + 64 * num_words + 3))
+    drawn = [
+        data.draw(st.lists(numbers, min_size=num_indices, max_size=num_indices)) for _ in range(num_rows)
+    ]
+    indices = torch.tensor(drawn, dtype=dtype).view(num_rows, num_indices)
+    apart = torch.full((num_rows, num_indices + 1), first, dtype=dtype)
+    apart[:, :num_indices] = indices
+    selected = torch.full((num_rows, num_words + 2), 5)
+    dense.select_(apart[:, :num_indices], first, selected[:, :num_words])
+    expected = (indices[:, :, None] == first + torch.arange(64 * num_words)).any(1)
+    bits = (selected[:, :num_words, None] >> torch.arange(64)) & 1
+    assert torch.equal(bits.flatten(1).bool(), expected)
+    assert (selected[:, num_words:] == 5).all()
 
 
 def test_minus_infinity_is_a_score(instruction_set: str):

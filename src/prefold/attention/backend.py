@@ -111,6 +111,7 @@ class AttentionBackend(Protocol):
         v: torch.Tensor,
         causal: bool,
         unseen: torch.Tensor | None = None,
+        selected: torch.Tensor | None = None,
     ) -> None:
         """Add keys and values to the softmax of some of a state's tokens.
 
@@ -120,6 +121,8 @@ class AttentionBackend(Protocol):
             v: what `values` returned, filled, or a view of k.
             causal: token tokens.start + i sees keys 0..i; there must be as many of both.
             unseen: [tokens] int64, token tokens.start + i does not see the first unseen[i] keys.
+            selected: [tokens, at least num_keys / 64] int64, words of a row side by side: of the keys, token
+                tokens.start + i sees only those j whose bit is set, bit j % 64 of word j // 64 of row i.
 
         No tokens or no keys change nothing.
         """

@@ -98,6 +98,7 @@ class NativeBackend:
         v: torch.Tensor,
         causal: bool,
         unseen: torch.Tensor | None = None,
+        selected: torch.Tensor | None = None,
     ) -> None:
         """See AttentionBackend.attend_."""
         dense.attend_(
@@ -113,6 +114,7 @@ class NativeBackend:
             causal,
             unseen,
             self._instruction_set,
+            selected,
         )
 
     def finish(self, state: NativeState, out: torch.Tensor) -> None:

@@ -101,6 +101,7 @@ class TorchBackend:
         v: torch.Tensor,
         causal: bool,
         unseen: torch.Tensor | None = None,
+        selected: torch.Tensor | None = None,
     ) -> None:
         """See AttentionBackend.attend_."""
         num_keys = k.shape[1]
@@ -115,9 +116,11 @@ class TorchBackend:
             group = state.rows_per_token
             if causal:
                 self._mask_future(scores, rows.start // group - tokens.start, group, keys)
+            own = slice(rows.start // group - tokens.start, rows.stop // group - tokens.start)
             if unseen is not None:
-                own = slice(rows.start // group - tokens.start, rows.stop // group - tokens.start)
                 _mask_past(scores, unseen[own], group, keys)
+            if selected is not None:
+                _mask_unselected(scores, selected[own], group, keys)
             self._keep_reference(state, heads, rows, scores)
             scores.exp_()
             state.denominator[heads, rows].add_(scores.sum(-1))
@@ -196,6 +199,14 @@ def _mask_past(scores: torch.Tensor, unseen: torch.Tensor, group: int, keys: sli
     numbers = torch.arange(keys.start, keys.stop, device=scores.device)
     mask = numbers < unseen.to(scores.device)[:, None]
     scores.view(len(scores), len(unseen), group, -1).masked_fill_(mask.unsqueeze(1), -math.inf)
+
+
+def _mask_unselected(scores: torch.Tensor, selected: torch.Tensor, group: int, keys: slice) -> None:
+    """Rows are those of as many tokens as `selected` has, whose words have a bit for each key they see."""
+    numbers = torch.arange(keys.start, keys.stop, device=scores.device)
+    words = selected.to(scores.device)[:, numbers // 64]
+    mask = (words >> numbers % 64) & 1 == 0
+    scores.view(len(scores), len(selected), group, -1).masked_fill_(mask.unsqueeze(1), -math.inf)
 
 
 def _aligned(elements: int) -> int:

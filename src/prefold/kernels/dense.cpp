@@ -17,7 +17,7 @@ struct DenseArguments {
     int64_t num_kv_heads, dim, v_dim, first_row, num_rows, rows_per_head, rows_per_token, num_keys, is_causal,
         is_bfloat16, multiplies_pairs;
     int64_t q_head_stride, q_stride, k_head_stride, k_stride, v_head_stride, v_stride, out_head_stride,
-        out_stride;
+        out_stride, selected_stride;
     const void* q;
     const void* k;
     const void* v;
@@ -26,6 +26,14 @@ struct DenseArguments {
     float* sums;
     const int64_t* unseen;
     const float* scale;
+    const uint64_t* selected;
+};
+
+// See dense.py: select_. Strides are in elements.
+struct SelectArguments {
+    int64_t num_rows, num_indices, num_words, first_key, is_int64, index_stride, selected_stride;
+    const void* indices;
+    uint64_t* selected;
 };
 
 }  // namespace
@@ -41,4 +49,27 @@ extern "C" void prefold_attend_dense(int set, const DenseArguments* arguments) {
     if (arguments->multiplies_pairs) return avx512_bf16::attend_dense(*arguments);
 #endif
     PREFOLD_DISPATCH(set, attend_dense(*arguments));
+}
+
+namespace {
+
+template <typename Index> void select_keys(const SelectArguments& a, int64_t row) {
+    const Index* indices = (const Index*)a.indices + row * a.index_stride;
+    uint64_t* words = a.selected + row * a.selected_stride;
+    std::fill(words, words + a.num_words, 0);
+    for (int64_t i = 0; i < a.num_indices; i++) {
+        const uint64_t key = (uint64_t)indices[i] - (uint64_t)a.first_key;  // what is below is very high
+        if (key / 64 < (uint64_t)a.num_words) words[key / 64] |= uint64_t(1) << key % 64;
+    }
+}
+
+}  // namespace
+
+extern "C" void prefold_select_keys(int, const SelectArguments* arguments) {
+    const SelectArguments& a = *arguments;
+    const int64_t smallest = 1 + 10000 / (1 + a.num_indices + a.num_words);  // rows that are worth a thread
+    portable::parallel_ranges(a.num_rows, smallest, [&](int64_t first, int64_t last) {
+        for (int64_t row = first; row < last; row++)
+            a.is_int64 ? select_keys<int64_t>(a, row) : select_keys<int32_t>(a, row);
+    });
 }

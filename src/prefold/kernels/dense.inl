@@ -211,7 +211,20 @@ private:
         const int64_t token = row / a.rows_per_token;
         const int64_t end = a.is_causal ? token + 1 - m.first_key : m.num_keys;
         const int64_t start = a.unseen ? a.unseen[token] - m.first_key : 0;
-        return Range{std::max<int64_t>(start, 0), std::max<int64_t>(end, 0)}.part(0, m.num_keys);
+        const Range range = Range{std::max<int64_t>(start, 0), std::max<int64_t>(end, 0)}.part(0, m.num_keys);
+        if (!a.selected || range.is_empty()) return range;
+        const uint64_t* words = selected(m, token);
+        Range found = {0, 0};
+        for (int64_t i = 0; i * 64 < m.num_keys; i++)
+            if (words[i])
+                found = found.with({i * 64 + __builtin_ctzll(words[i]), i * 64 + 64 - __builtin_clzll(words[i])});
+        return range.part(found.start, found.end);
+    }
+
+    // Bits of the keys from m.first_key on, of which there is a multiple of 64 before.
+    INLINE const uint64_t* selected(const Meeting& m, int64_t token) const {
+        static_assert(BLOCK_KEYS % 64 == 0 && 64 % (2 * LANES) == 0);
+        return a.selected + token * a.selected_stride + m.first_key / 64;
     }
 
     // Who sees what. Groups that see nothing are left out.
@@ -221,7 +234,8 @@ private:
         for (int64_t r = 0; r < m.num_rows; r += ROWS) {
             RowGroup group = {r, std::min<int64_t>(m.num_rows - r, ROWS), {0, 0}};
             for (int64_t i = r; i < r + group.count; i++) {
-                m.rows[i] = visible(m, m.first_row + i);
+                const bool is_same = i > 0 && (m.first_row + i) % a.rows_per_token;
+                m.rows[i] = is_same ? m.rows[i - 1] : visible(m, m.first_row + i);
                 group.seen = group.seen.with(m.rows[i]);
             }
             if (group.seen.is_empty()) continue;
@@ -274,6 +288,7 @@ private:
         // A row that sees nothing may lie outside.
         std::fill(scores + whole.start, scores + std::clamp(row.start, whole.start, whole.end), hidden);
         std::fill(scores + std::clamp(row.end, whole.start, whole.end), scores + whole.end, hidden);
+        if (a.selected) hide_unselected(m, r, whole);
         Floats most = splat(LOWEST);
         for (int64_t at = whole.start; at < whole.end; at += LANES) most = maximum(load(scores + at), most);
         const float top = join(most, maximum);
@@ -293,6 +308,14 @@ private:
             store(scores + at / STEP, p);
         }
         h.sums[r] += join(all, [](Floats x, Floats y) { return x + y; });
+    }
+
+    void hide_unselected(const Meeting& m, int64_t r, Range keys) const {
+        const uint64_t* words = selected(m, (m.first_row + r) / a.rows_per_token);
+        const Floats hidden = splat(-std::numeric_limits<float>::infinity());
+        float* scores = m.scores + r * BLOCK_KEYS;
+        for (int64_t at = keys.start; at < keys.end; at += LANES)
+            store(scores + at, choose(words[at / 64] >> at % 64, load(scores + at), hidden));
     }
 
     // `top`: the highest score that is to come.

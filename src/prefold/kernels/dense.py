@@ -24,10 +24,23 @@ _Arguments = library.structure(
         *("num_kv_heads", "dim", "v_dim", "first_row", "num_rows", "rows_per_head", "rows_per_token"),
         *("num_keys", "is_causal", "is_bfloat16", "multiplies_pairs", "q_head_stride", "q_stride"),
         *("k_head_stride", "k_stride", "v_head_stride", "v_stride", "out_head_stride", "out_stride"),
+        "selected_stride",
     ),
-    ("q", "k", "v", "out", "references", "sums", "unseen", "scale"),
+    ("q", "k", "v", "out", "references", "sums", "unseen", "scale", "selected"),
+)
+_SelectArguments = library.structure(
+    "SelectArguments",
+    (
+        *("num_rows", "num_indices", "num_words", "first_key", "is_int64"),
+        *("index_stride", "selected_stride"),
+    ),
+    ("indices", "selected"),
 )
 _attend_dense = library.declare("attend_dense", ctypes.c_void_p)
+_select_keys = library.declare("select_keys", ctypes.c_void_p)
+
+WORD_KEYS = 64
+"""Keys whose bits are a word of `selected`."""
 
 PAIRS = "avx512_bf16"
 
@@ -50,6 +63,7 @@ def attend_(
     causal: bool,
     unseen: torch.Tensor | None = None,
     instruction_set: str | None = None,
+    selected: torch.Tensor | None = None,
 ) -> None:
     """Add keys and values to the sums of some tokens' rows.
 
@@ -65,6 +79,8 @@ def attend_(
         causal: token tokens.start + i sees keys 0..i.
         unseen: [tokens] int64: token tokens.start + i does not see the first unseen[i] keys.
         instruction_set: one of `instruction_sets()`; default: the library's best. PAIRS needs bfloat16.
+        selected: [tokens, at least num_keys / 64] int64, words of a row side by side: of the keys, token
+            tokens.start + i sees only those j whose bit is set, bit j % 64 of word j // 64 of row i.
     """
     num_heads, num_rows, dim = q.shape
     num_keys, v_dim = v.shape[1:]
@@ -86,6 +102,11 @@ def attend_(
         assert unseen.dtype == torch.int64
         assert unseen.shape == (num_tokens,)
         unseen = unseen.contiguous()
+    if selected is not None:
+        assert selected.dtype == torch.int64
+        assert len(selected) == num_tokens, (tokens, selected.shape)
+        assert selected.shape[1] * WORD_KEYS >= num_keys, (num_keys, selected.shape)
+        assert selected.stride(1) == 1 or selected.shape[1] == 1
     if num_tokens == 0 or num_keys == 0:
         return
     assert all(t.stride(2) == 1 or t.shape[2] == 1 for t in (q, k, v, out))
@@ -110,6 +131,7 @@ def attend_(
         v_stride=v.stride(1),
         out_head_stride=out.stride(0),
         out_stride=out.stride(1),
+        selected_stride=0 if selected is None else selected.stride(0),
         q=q.data_ptr(),
         k=k.data_ptr(),
         v=v.data_ptr(),
@@ -118,5 +140,37 @@ def attend_(
         sums=sums.data_ptr(),
         unseen=None if unseen is None else unseen.data_ptr(),
         scale=ctypes.addressof(factor),
+        selected=None if selected is None else selected.data_ptr(),
     )
     _attend_dense(None if pairs else instruction_set, ctypes.byref(arguments))
+
+
+def select_(indices: torch.Tensor, first_key: int, selected: torch.Tensor) -> None:
+    """Write `selected`, see `attend_`: bit j of row i tells whether indices[i] has key first_key + j.
+
+    Args:
+        indices: [n, k] int32 or int64, in any order; those of no bit, such as -1, count for nothing. Rows may
+            lie apart.
+        selected: [n, words] int64; rows may lie apart.
+
+    >>> selected = torch.zeros(1, 2, dtype=torch.int64)
+    >>> select_(torch.tensor([[-1, 13, 10, 75]]), 10, selected)
+    >>> selected.tolist()
+    [[9, 2]]
+    """
+    assert len(indices) == len(selected), (indices.shape, selected.shape)
+    assert indices.dtype in (torch.int32, torch.int64), indices.dtype
+    assert selected.dtype == torch.int64
+    assert all(t.stride(1) == 1 or t.shape[1] <= 1 for t in (indices, selected))
+    arguments = _SelectArguments(
+        num_rows=len(indices),
+        num_indices=indices.shape[1],
+        num_words=selected.shape[1],
+        first_key=first_key,
+        is_int64=indices.dtype == torch.int64,
+        index_stride=indices.stride(0),
+        selected_stride=selected.stride(0),
+        indices=indices.data_ptr(),
+        selected=selected.data_ptr(),
+    )
+    _select_keys(None, ctypes.byref(arguments))

@@ -69,6 +69,18 @@ static INLINE Floats maximum(Floats a, Floats b) {
 #endif
 }
 
+// a where the lane's bit is set, else b.
+static INLINE Floats choose(uint64_t bits, Floats a, Floats b) {
+#if PREFOLD_LANES == 16
+    return _mm512_mask_blend_ps((__mmask16)bits, b, a);
+#else
+    Ints of_lane;
+    for (int i = 0; i < LANES; i++) of_lane[i] = 1 << i;
+    const Ints chosen = (of_lane & (int32_t)(bits & ((1 << LANES) - 1))) != 0;
+    return (Floats)((chosen & (Ints)a) | (~chosen & (Ints)b));
+#endif
+}
+
 // a[0], b[0], a[1], b[1], ...: of the lower, of the upper halves.
 static INLINE Floats zip_low(Floats a, Floats b) {
     Ints from;
