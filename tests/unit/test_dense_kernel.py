@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -16,14 +17,22 @@ from prefold.workspace import Workspace
 
 torch.set_num_threads(1)
 
-SETS = (*library.INSTRUCTION_SETS, dense.PAIRS)
+PAIRED = (dense.PAIRS, dense.TILES, dense.EMULATED_TILES)
+"""What rounds exponentials to bfloat16."""
+
+SETS = (*library.INSTRUCTION_SETS, *PAIRED)
 BF16 = torch.bfloat16
+
+
+def available() -> tuple[str, ...]:
+    """What can be tested here: all that can be used, and emulated tiles."""
+    return (*dense.instruction_sets(), *((dense.EMULATED_TILES,) if library.has_pairs() else ()))
 
 
 @pytest.fixture(params=SETS)
 def instruction_set(request: pytest.FixtureRequest) -> str:
     assert library.instruction_sets(), "the native library was not built: see setup.py"
-    if request.param not in dense.instruction_sets():
+    if request.param not in available():
         pytest.skip(f"{request.param}: not on this processor")
     return request.param
 
@@ -118,7 +127,7 @@ class Attention:
         the exponential's 7.5e-5. It is in sums of weights, and again in those of values."""
         expected, expected_lse, size, largest = self.exact()
         out, lse = self.result()
-        each = 16 * 2**-24 * (1 + largest) + (2**-8 + 1e-4 if instruction_set == dense.PAIRS else 1e-6)
+        each = 16 * 2**-24 * (1 + largest) + (2**-8 + 1e-4 if instruction_set in PAIRED else 1e-6)
         assert torch.equal(lse == -math.inf, expected_lse == -math.inf)
         seen = lse > -math.inf
         assert not out[~seen].any()
@@ -127,13 +136,22 @@ class Attention:
 
 
 # qk_dim, v_dim, heads, KV heads. Odd ones end within a pair.
-SHAPES = [(32, 32, 2, 2), (64, 64, 4, 1), (41, 37, 2, 1), (80, 96, 1, 1), (192, 128, 1, 1), (576, 512, 2, 1)]
+SHAPES = [
+    (32, 32, 2, 2),
+    (64, 64, 4, 1),
+    (41, 37, 2, 1),
+    (40, 16, 3, 1),
+    (80, 96, 1, 1),
+    (192, 128, 1, 1),
+    (256, 48, 6, 2),
+    (576, 512, 2, 1),
+]
 
 
 @pytest.mark.parametrize(("qk_dim", "v_dim", "heads", "kv_heads"), SHAPES)
 def test_every_length(instruction_set: str, qk_dim: int, v_dim: int, heads: int, kv_heads: int):
     k, v = random(kv_heads, 120, qk_dim, seed=1), random(kv_heads, 120, v_dim, seed=2)
-    for length in range(1, 71, 1 if instruction_set == dense.PAIRS else 3):
+    for length in range(1, 71, 1 if instruction_set in PAIRED else 3):
         q = random(length, heads, qk_dim, seed=length)
         attention = Attention(q, k[:, : length + 50], v[:, : length + 50], qk_dim**-0.5, instruction_set)
         attention.attend(slice(0, length), slice(0, length), causal=True)
@@ -143,7 +161,7 @@ def test_every_length(instruction_set: str, qk_dim: int, v_dim: int, heads: int,
 
 @pytest.mark.parametrize("heads", [1, 3])
 def test_around_blocks_of_rows_and_keys(instruction_set: str, heads: int):
-    for edge in (8, 32, 48, 96, 384, 480):
+    for edge in (8, 16, 32, 48, 96, 192, 384, 480):
         for length in (edge - 1, edge, edge + 1):
             q, k, v = random(length, heads, 8), random(1, length, 8, seed=1), random(1, length, 6, seed=2)
             attention = Attention(q, k, v, 0.3, instruction_set)
@@ -263,7 +281,7 @@ def test_errors_are_not_larger_than_those_of_torchs_kernel(
     theirs = kernel(q.transpose(0, 1)[None], k[None], v[None], 0.0, True)[0][0].transpose(0, 1)
     # Of torch's vector length: shorter vectors have longer sums.
     best = library.instruction_sets()[-1]
-    for instruction_set in {best, dense.instruction_sets()[-1] if dtype == BF16 else best}:
+    for instruction_set in {best, *(one for one in available() if one in PAIRED and dtype == BF16)}:
         attention = Attention(q, k, v, qk_dim**-0.5, instruction_set)
         attention.attend(slice(0, length), slice(0, length), causal=True)
         expected, ours = attention.exact()[0], attention.result(dtype)[0]
@@ -275,8 +293,8 @@ def test_errors_are_not_larger_than_those_of_torchs_kernel(
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 def test_threads_do_not_change_a_bit(heads: int, dtype: torch.dtype):
     """Heads that go round and that do not, causal squares of several blocks, few rows and many."""
-    instruction_set = dense.instruction_sets()[-1 if dtype == BF16 else -2]
-    for length, num_keys in ((300, 300), (1, 900), (97, 130)):
+    sets = [one for one in available() if one in PAIRED and dtype == BF16] or [None]
+    for (length, num_keys), instruction_set in product(((300, 300), (1, 900), (97, 130)), sets):
         q, k, v = (
             random(*s).to(dtype) for s in ((length, heads, 64), (heads, num_keys, 64), (heads, num_keys, 48))
         )

@@ -132,6 +132,5 @@ class NativeBackend:
 def attention_backend(workspace: Workspace, device: torch.device, dtype: torch.dtype) -> AttentionBackend:
     """The backend of a rank on this device that computes in `dtype`."""
     if device.type == "cpu" and library.is_available():
-        pairs = dtype == torch.bfloat16 and library.has_fast_pairs()
-        return NativeBackend(workspace, dtype, dense.PAIRS if pairs else None)
+        return NativeBackend(workspace, dtype, dense.best(dtype))
     return TorchBackend(workspace, device)

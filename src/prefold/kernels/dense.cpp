@@ -15,7 +15,7 @@ namespace {
 // See dense.py: attend_. Strides are in elements, `references` and `sums` have rows_per_head per head.
 struct DenseArguments {
     int64_t num_kv_heads, dim, v_dim, first_row, num_rows, rows_per_head, rows_per_token, num_keys, is_causal,
-        is_bfloat16, multiplies_pairs;
+        is_bfloat16, products;
     int64_t q_head_stride, q_stride, k_head_stride, k_stride, v_head_stride, v_stride, out_head_stride,
         out_stride, selected_stride;
     const void* q;
@@ -36,17 +36,25 @@ struct SelectArguments {
     uint64_t* selected;
 };
 
+// As dense.py numbers what multiplies bfloat16 as it is, besides the instruction set.
+enum Products { WIDENED, PAIRS, TILES, EMULATED_TILES };
+
 }  // namespace
 
 extern "C" int prefold_num_threads();
 
 #define KERNEL_SOURCE "dense.inl"
 #define KERNEL_HAS_PAIRS
+#define KERNEL_HAS_TILES
 #include "instruction_sets.h"
 
 extern "C" void prefold_attend_dense(int set, const DenseArguments* arguments) {
 #if defined(__x86_64__)
-    if (arguments->multiplies_pairs) return avx512_bf16::attend_dense(*arguments);
+    if (arguments->products == PAIRS) return avx512_bf16::attend_dense(*arguments);
+    if (arguments->products == EMULATED_TILES) return amx_emulated::attend_dense(*arguments);
+#endif
+#if defined(PREFOLD_HAS_AMX)
+    if (arguments->products == TILES) return amx::attend_dense(*arguments);
 #endif
     PREFOLD_DISPATCH(set, attend_dense(*arguments));
 }

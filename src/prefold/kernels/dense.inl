@@ -3,13 +3,17 @@
 // Inner loops are functions of their own, so that their sums stay in registers.
 #define SEPARATE __attribute__((noinline))
 
-constexpr int ROWS = LANES == 16 ? 8 : 4;     // whose sums are in registers together,
-constexpr int VECTORS = LANES == 16 ? 3 : 2;  // with so many vectors of keys or elements
-constexpr int PANEL = VECTORS * LANES;        // keys of a panel
-constexpr int64_t ROW_BLOCK = 96;             // rows that meet keys while they are in the second cache
-constexpr int64_t DEPTH = 192;                // words of a panel's keys that fit in the first cache
-constexpr int64_t BLOCK_KEYS = 8 * PANEL;     // keys whose scores are made together
-constexpr int64_t VALUE_WORDS = 96;           // of a column of values: more in a sum would make it less exact
+#include "tiles.h"
+#include "dense_tiles.inl"
+
+constexpr int ROWS = HAS_TILES ? 2 * TILE : LANES == 16 ? 8 : 4;  // whose sums are in registers together,
+constexpr int VECTORS = HAS_TILES ? 2 : LANES == 16 ? 3 : 2;      // with so many vectors of keys or elements
+constexpr int PANEL = VECTORS * LANES;                            // keys of a panel
+constexpr int64_t ROW_BLOCK = 96;                             // rows that meet keys while they are in the second cache
+constexpr int64_t DEPTH = HAS_TILES ? 1 << 20 : 192;          // words of a panel's keys that fit in the first cache
+constexpr int64_t BLOCK_KEYS = (HAS_TILES ? 12 : 8) * PANEL;  // keys whose scores are made together
+// Of a column of values: more in a sum would make it less exact. Tiles sum 32 keys by themselves.
+constexpr int64_t VALUE_WORDS = HAS_TILES ? BLOCK_KEYS / 2 : 96;
 constexpr int64_t WORTH_A_THREAD = 200000;    // multiplications that take as long as waking one
 constexpr float LOWEST = -3e38f;              // the reference of a row that has seen nothing
 constexpr float RISE = 20.0f;                 // how far above it a score may lie
@@ -43,6 +47,7 @@ struct Meeting {
     float* scores;        // [ROW_BLOCK][BLOCK_KEYS]
     Range rows[ROW_BLOCK], seen;
     RowGroup groups[ROW_BLOCK / ROWS];
+    Tiles* tiles;
 };
 
 struct DenseHead {
@@ -86,9 +91,10 @@ public:
     }
 
 private:
-    static constexpr int STEP = PAIRS ? 2 : 1;  // elements of a word
+    static constexpr int STEP = PAIRS ? 2 : 1;                    // elements of a word
+    static constexpr int WHOLE = HAS_TILES ? STEP * TILE : STEP;  // products that are summed at once
     const DenseArguments& a;
-    const int64_t words = (a.dim + STEP - 1) / STEP;
+    const int64_t words = (a.dim + WHOLE - 1) / WHOLE * (WHOLE / STEP);
     const int64_t columns = (a.v_dim + LANES - 1) / LANES * LANES;
     const int64_t num_keys = (a.num_keys + PANEL - 1) / PANEL * PANEL;
     const int64_t num_pairs = num_keys / STEP;
@@ -137,8 +143,9 @@ private:
         return words;
     }
 
-    // The word that begins with from[0], of which there are `left` elements.
+    // The word that begins with from[0], if there are `left` elements.
     static INLINE float word(const T* from, int64_t left) {
+        if (left <= 0) return 0.0f;
         if constexpr (!PAIRS) return scalar(*from);
         T elements[2] = {from[0], left > 1 ? from[1] : T(0)};
         float bits;
@@ -150,6 +157,7 @@ private:
     INLINE Floats value_words(const T* values, int64_t j, int64_t e) const {
         const T* from = values + j * STEP * a.v_stride + e;
         if constexpr (PAIRS) {
+            if (j * STEP >= a.num_keys) return Floats{};
             const Bits low = (Bits)load_some(from, a.v_dim - e) >> 16;
             const bool has_next = j * STEP + 1 < a.num_keys;
             return (Floats)(has_next ? (Bits)load_some(from + a.v_stride, a.v_dim - e) | low : low);
@@ -170,10 +178,11 @@ private:
         pack_rows((const T*)a.k + head * a.k_head_stride + key * a.k_stride, a.k_stride, count, PANEL,
                   keys + key * words);
         const T* v = (const T*)a.v + head * a.v_head_stride;
+        const int64_t whole_count = (count + WHOLE - 1) / WHOLE * WHOLE;
         for (int64_t e = 0, vectors; e < columns; e += vectors * LANES) {
             vectors = vectors_from(e);
             float* column = values + e * num_pairs;
-            for (int64_t j = key / STEP; j * STEP < key + count; j++)
+            for (int64_t j = key / STEP; j * STEP < key + whole_count; j++)
                 for (int64_t c = 0; c < vectors; c++)
                     store(column + (j * vectors + c) * LANES, value_words(v, j, e + c * LANES));
         }
@@ -186,15 +195,21 @@ private:
         const int64_t first = a.first_row + row, place = head * a.rows_per_head + first;
         const DenseHead h = {a.out + head * a.out_head_stride + first * a.out_stride, a.references + place,
                              a.sums + place, keys, values};
+        Tiles tiles;
         Meeting m;
+        m.tiles = &tiles;
         m.first_row = row;
         m.num_rows = std::min(a.num_rows - row, ROW_BLOCK);
         m.packed = own;
         m.scores = own + ROW_BLOCK * words;
         const T* q = (const T*)a.q + head * a.q_head_stride + first * a.q_stride;
-        for (int64_t r = 0; r < m.num_rows; r += LANES)
-            pack_rows(q + r * a.q_stride, a.q_stride, std::min<int64_t>(m.num_rows - r, LANES), LANES,
-                      own + r * words);
+        for (int64_t r = 0; r < m.num_rows; r += LANES) {
+            const int64_t count = std::min<int64_t>(m.num_rows - r, LANES);
+            if constexpr (HAS_TILES)
+                pack_query_tiles(q + r * a.q_stride, a.q_stride, count, a.dim, words, own + r * words);
+            else
+                pack_rows(q + r * a.q_stride, a.q_stride, count, LANES, own + r * words);
+        }
         for (m.first_key = 0; m.first_key < a.num_keys; m.first_key += BLOCK_KEYS) {
             m.num_keys = std::min(a.num_keys - m.first_key, BLOCK_KEYS);
             look(m);
@@ -254,8 +269,12 @@ private:
                     const RowGroup& group = m.groups[g];
                     if (group.seen.part(first, first + PANEL).is_empty()) continue;
                     const int64_t r = group.first;
-                    const float* rows = m.packed + r / LANES * LANES * words + d * LANES + r % LANES;
                     float* out = m.scores + r * BLOCK_KEYS + first;
+                    if constexpr (HAS_TILES) {
+                        add_score_tiles(*m.tiles, m.packed + r * words, group.count, panel, words, out, BLOCK_KEYS);
+                        continue;
+                    }
+                    const float* rows = m.packed + r / LANES * LANES * words + d * LANES + r % LANES;
                     with_rows(group.count, [&](auto count) __attribute__((always_inline)) {
                         add_scores<decltype(count)::value>(rows, panel, std::min(words - d, depth), d > 0, out);
                     });
@@ -330,21 +349,32 @@ private:
         reference = top;
     }
 
+    // Of what is multiplied with them.
+    static INLINE Range words_of(Range keys) {
+        const Range whole = keys.widened(WHOLE);
+        return {whole.start / STEP, whole.end / STEP};
+    }
+
     // Exponentials times values, added to out.
     void sums(const Meeting& m, const DenseHead& h) const {
-        const Range all = {m.seen.start / STEP, (m.seen.end + STEP - 1) / STEP};
+        const Range all = words_of(m.seen);
         for (int64_t first = all.start; first < all.end; first += VALUE_WORDS)
             for (int64_t e = 0, vectors; e < columns; e += vectors * LANES) {
                 vectors = vectors_from(e);
                 const float* column = h.values + e * num_pairs + m.first_key / STEP * vectors * LANES;
                 for (int64_t g = 0; g < m.num_groups; g++) {
                     const RowGroup& group = m.groups[g];
-                    const Range seen = Range{group.seen.start / STEP, (group.seen.end + STEP - 1) / STEP}
-                                           .part(first, first + VALUE_WORDS);
+                    const Range seen = words_of(group.seen).part(first, first + VALUE_WORDS);
                     if (seen.is_empty()) continue;
                     const float *p = m.scores + group.first * BLOCK_KEYS + seen.start,
                                 *values = column + seen.start * vectors * LANES;
                     float* out = h.out + group.first * a.out_stride + e;
+                    if constexpr (HAS_TILES) {
+                        add_value_tiles(*m.tiles, p, BLOCK_KEYS, group.count, values, vectors,
+                                        seen.end - seen.start, std::min(a.v_dim - e, vectors * LANES), out,
+                                        a.out_stride);
+                        continue;
+                    }
                     with_rows(group.count, [&](auto rows) __attribute__((always_inline)) {
                         with_vectors(vectors, [&](auto width) __attribute__((always_inline)) {
                             add_values<decltype(rows)::value, decltype(width)::value>(p, values, seen.end - seen.start, group.count, a.v_dim - e, out);

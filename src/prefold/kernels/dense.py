@@ -3,8 +3,8 @@
 A row is a (token, query head) of a KV head, tokens outermost. Its sums are those of exp(score - reference),
 where a score is q . k * scale. Sums, scores and exponentials are float32.
 
-Queries, keys and values are float32 or bfloat16. The instruction set `PAIRS` multiplies bfloat16 as it is,
-for which the exponentials are rounded to bfloat16; others widen it to float32.
+Queries, keys and values are float32 or bfloat16. The instruction sets `PAIRS` and `TILES` multiply bfloat16
+as it is, for which the exponentials are rounded to bfloat16; others widen it to float32.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _Arguments = library.structure(
     "DenseArguments",
     (
         *("num_kv_heads", "dim", "v_dim", "first_row", "num_rows", "rows_per_head", "rows_per_token"),
-        *("num_keys", "is_causal", "is_bfloat16", "multiplies_pairs", "q_head_stride", "q_stride"),
+        *("num_keys", "is_causal", "is_bfloat16", "products", "q_head_stride", "q_stride"),
         *("k_head_stride", "k_stride", "v_head_stride", "v_stride", "out_head_stride", "out_stride"),
         "selected_stride",
     ),
@@ -43,11 +43,24 @@ WORD_KEYS = 64
 """Keys whose bits are a word of `selected`."""
 
 PAIRS = "avx512_bf16"
+TILES = "amx_bf16"
+EMULATED_TILES = "amx_emulated"
+"""TILES on processors that have PAIRS only, for tests: the same code, but the tiles are in memory."""
+
+_PRODUCTS = {PAIRS: 1, TILES: 2, EMULATED_TILES: 3}  # as dense.cpp numbers them
 
 
 def instruction_sets() -> tuple[str, ...]:
-    """What this kernel can use on this processor: those of the library, and PAIRS."""
-    return (*library.instruction_sets(), *((PAIRS,) if library.has_pairs() else ()))
+    """What this kernel can use on this processor, best last: those of the library, PAIRS and TILES."""
+    pairs, tiles = library.has_pairs(), library.has_tiles()
+    return (*library.instruction_sets(), *((PAIRS,) if pairs else ()), *((TILES,) if tiles else ()))
+
+
+def best(dtype: torch.dtype) -> str | None:
+    """The instruction set for inputs of this dtype; None: the library's best."""
+    if dtype == torch.bfloat16 and library.has_tiles():
+        return TILES
+    return PAIRS if dtype == torch.bfloat16 and library.has_fast_pairs() else None
 
 
 def attend_(
@@ -78,7 +91,8 @@ def attend_(
         scale: above 0.
         causal: token tokens.start + i sees keys 0..i.
         unseen: [tokens] int64: token tokens.start + i does not see the first unseen[i] keys.
-        instruction_set: one of `instruction_sets()`; default: the library's best. PAIRS needs bfloat16.
+        instruction_set: one of `instruction_sets()`; default: the library's best. PAIRS and TILES need
+            bfloat16.
         selected: [tokens, at least num_keys / 64] int64, words of a row side by side: of the keys, token
             tokens.start + i sees only those j whose bit is set, bit j % 64 of word j // 64 of row i.
     """
@@ -88,8 +102,9 @@ def attend_(
     assert all(t.dtype == torch.float32 for t in (out, references, sums))
     assert q.dtype == k.dtype == v.dtype, (q.dtype, k.dtype, v.dtype)
     assert q.dtype in (torch.float32, torch.bfloat16), q.dtype
-    pairs = instruction_set == PAIRS
-    assert not pairs or (q.dtype == torch.bfloat16 and library.has_pairs())
+    products = _PRODUCTS.get(instruction_set or "", 0)
+    assert not products or (q.dtype == torch.bfloat16 and library.has_pairs())
+    assert instruction_set != TILES or library.has_tiles()
     assert scale > 0, scale
     assert k.shape == (num_heads, num_keys, dim), (q.shape, k.shape, v.shape)
     assert out.shape == (num_heads, num_rows, v_dim), (q.shape, out.shape, v.shape)
@@ -122,7 +137,7 @@ def attend_(
         num_keys=num_keys,
         is_causal=causal,
         is_bfloat16=q.dtype == torch.bfloat16,
-        multiplies_pairs=pairs,
+        products=products,
         q_head_stride=q.stride(0),
         q_stride=q.stride(1),
         k_head_stride=k.stride(0),
@@ -142,7 +157,7 @@ def attend_(
         scale=ctypes.addressof(factor),
         selected=None if selected is None else selected.data_ptr(),
     )
-    _attend_dense(None if pairs else instruction_set, ctypes.byref(arguments))
+    _attend_dense(None if products else instruction_set, ctypes.byref(arguments))
 
 
 def select_(indices: torch.Tensor, first_key: int, selected: torch.Tensor) -> None:

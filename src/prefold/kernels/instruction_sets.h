@@ -14,6 +14,7 @@
 #include <immintrin.h>
 #endif
 
+#include "amx.h"
 #include "openmp.h"
 
 #define INLINE inline __attribute__((always_inline))
@@ -85,6 +86,37 @@ namespace {
 #include KERNEL_SOURCE
 }
 }
+#undef PREFOLD_PAIRS
+#undef PREFOLD_LANES
+#pragma GCC pop_options
+#endif
+
+// That with tiles of AMX, and with emulated ones, for kernels that ask for them.
+#if defined(KERNEL_HAS_TILES)
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma,prefer-vector-width=512")
+#define PREFOLD_LANES 16
+#define PREFOLD_PAIRS
+#if defined(PREFOLD_HAS_AMX)
+#define PREFOLD_TILES 1
+namespace amx {
+namespace {
+#include "vectors.h"
+#include "parallel.h"
+#include KERNEL_SOURCE
+}
+}
+#undef PREFOLD_TILES
+#endif
+#define PREFOLD_TILES 2
+namespace amx_emulated {
+namespace {
+#include "vectors.h"
+#include "parallel.h"
+#include KERNEL_SOURCE
+}
+}
+#undef PREFOLD_TILES
 #undef PREFOLD_PAIRS
 #undef PREFOLD_LANES
 #pragma GCC pop_options

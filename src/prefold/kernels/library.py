@@ -88,6 +88,12 @@ def has_fast_pairs() -> bool:
     return _LIBRARY is not None and bool(_LIBRARY.prefold_has_fast_pairs())
 
 
+def has_tiles() -> bool:
+    """Whether kernels can multiply tiles of bfloat16 (AMX-BF16): the processor, the compiler and the system
+    have them. The process asks the system for them here."""
+    return _LIBRARY is not None and has_pairs() and bool(_LIBRARY.prefold_has_tiles())
+
+
 def is_available() -> bool:
     """Whether callers may take native kernels; if not, `problem` says why."""
     return _LIBRARY is not None
