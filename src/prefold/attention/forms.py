@@ -15,7 +15,7 @@ import torch
 
 from prefold.attention.backend import AttentionBackend, HeadRows, LatentRows
 from prefold.attention.gqa import HeadForm
-from prefold.attention.mla import AbsorbedForm, UpProjectedForm
+from prefold.attention.mla import AbsorbedForm, LayerProjections, UpProjectedForm
 from prefold.config import GQAConfig, MLAConfig
 from prefold.kernels.rows import RowHeads
 from prefold.workspace import Workspace
@@ -82,8 +82,9 @@ class KVForms:
         if isinstance(rows, HeadRows):
             form = HeadForm(rows, backend)
             return cls(form, form, rows.window)
-        up_projected = UpProjectedForm(rows, dtype, backend, workspace)
-        return cls(up_projected, AbsorbedForm(rows, backend))
+        projections = LayerProjections(rows, workspace)
+        up_projected = UpProjectedForm(rows, projections, dtype, backend, workspace)
+        return cls(up_projected, AbsorbedForm(rows, projections, backend))
 
     def choose(self, absorbed: bool) -> KVForm:
         return self.absorbed if absorbed else self.plain

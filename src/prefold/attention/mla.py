@@ -19,11 +19,40 @@ from prefold.kernels.rows import RowHeads
 from prefold.workspace import Workspace
 
 
-class AbsorbedForm:
-    """See attention.forms.KVForm. Queries and results change, in the dtype of the weights."""
+PROJECT_FROM = 64
+"""Queries from which converting the weights to float32 pays, even if no others of the layer need that."""
 
-    def __init__(self, rows: LatentRows, backend: AttentionBackend) -> None:
+
+class LayerProjections:
+    """A layer's w_uk and w_uv in other dtypes, each converted once per step, however often it is needed.
+
+    Args:
+        rows: of the layer. The buffers are overwritten by the next layer's.
+    """
+
+    def __init__(self, rows: LatentRows, workspace: Workspace) -> None:
+        self._stored = {"w_uk": rows.w_uk, "w_uv": rows.w_uv}
+        self._workspace = workspace
+        self._converted: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+
+    def get(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """`name`: "w_uk" or "w_uv"."""
+        stored = self._stored[name]
+        if stored.dtype == dtype:
+            return stored
+        key = (name, dtype)
+        if key not in self._converted:
+            self._converted[key] = self._workspace.get(f"mla.{name}", stored.shape, dtype).copy_(stored)
+        return self._converted[key]
+
+
+class AbsorbedForm:
+    """See attention.forms.KVForm. Few queries and results change in the dtype of the weights, many in float32,
+    head by head: each head's are columns of a matrix."""
+
+    def __init__(self, rows: LatentRows, projections: LayerProjections, backend: AttentionBackend) -> None:
         self._mla, self._w_uk, self._w_uv = rows.mla, rows.w_uk, rows.w_uv
+        self._projections = projections
         self.num_kv_heads = 1
         self.q_dim, self.out_dim = rows.mla.absorbed_dims
         self.row_heads = RowHeads()
@@ -32,18 +61,27 @@ class AbsorbedForm:
     def queries(self, q: torch.Tensor, out: torch.Tensor) -> None:
         """Queries for the latent: [n, num_heads, qk_head_dim] -> out [n, num_heads, token_dim] float32."""
         mla = self._mla
+        q_nope, latent_q = q[..., : mla.qk_nope_head_dim], out[..., : mla.kv_lora_rank]
+        if len(q) >= PROJECT_FROM and q.dtype == torch.float32:
+            for head, weight in enumerate(self._projections.get("w_uk", torch.float32)):
+                torch.mm(q_nope[:, head], weight, out=latent_q[:, head])
+            out[..., mla.kv_lora_rank :].copy_(q[..., mla.qk_nope_head_dim :])
+            return
         if native.can_multiply(q, self._w_uk, out):
-            q_nope, latent_q = q[..., : mla.qk_nope_head_dim], out[..., : mla.kv_lora_rank]
             native.combine(q_nope.transpose(0, 1), self._w_uk, latent_q.transpose(0, 1))
             out[..., mla.kv_lora_rank :].copy_(q[..., mla.qk_nope_head_dim :])
             return
         # Few queries: converting them is cheaper than converting the weight.
-        q_nope = q[..., : mla.qk_nope_head_dim].transpose(0, 1).to(self._w_uk.dtype)
-        out[..., : mla.kv_lora_rank].copy_(torch.bmm(q_nope, self._w_uk).transpose(0, 1))
+        rounded = q_nope.transpose(0, 1).to(self._w_uk.dtype)
+        latent_q.copy_(torch.bmm(rounded, self._w_uk).transpose(0, 1))
         out[..., mla.kv_lora_rank :].copy_(q[..., mla.qk_nope_head_dim :])
 
     def results(self, attended: torch.Tensor, out: torch.Tensor) -> None:
         """Attended latents to values: [n, num_heads, kv_lora_rank] -> out [n, num_heads, v]."""
+        if len(attended) >= PROJECT_FROM and attended.dtype == out.dtype == torch.float32:
+            for head, weight in enumerate(self._projections.get("w_uv", torch.float32)):
+                torch.mm(attended[:, head], weight.t(), out=out[:, head])
+            return
         if native.can_multiply(attended, self._w_uv, out):
             native.linear(attended.transpose(0, 1), self._w_uv, out.transpose(0, 1))
             return
@@ -62,16 +100,20 @@ class UpProjectedForm:
     """See attention.forms.KVForm. Keys and values are projected, in the dtype given."""
 
     def __init__(
-        self, rows: LatentRows, dtype: torch.dtype, backend: AttentionBackend, workspace: Workspace
+        self,
+        rows: LatentRows,
+        projections: LayerProjections,
+        dtype: torch.dtype,
+        backend: AttentionBackend,
+        workspace: Workspace,
     ) -> None:
-        self._mla, self._w_uk, self._w_uv = rows.mla, rows.w_uk, rows.w_uv
+        self._mla, self._projections = rows.mla, projections
         self.num_kv_heads = rows.w_uk.shape[0]
         self.q_dim, self.out_dim = rows.mla.qk_head_dim, rows.mla.v_head_dim
         self.row_heads = None
         self._dtype = dtype
         self._backend = backend
         self._workspace = workspace
-        self._converted: dict[str, torch.Tensor] = {}
 
     def queries(self, q: torch.Tensor, out: torch.Tensor) -> None:
         """As they are."""
@@ -87,21 +129,16 @@ class UpProjectedForm:
         kv_c = rows[:, : mla.kv_lora_rank]
         if kv_c.dtype != self._dtype:
             kv_c = self._workspace.get("mla.kv_c", kv_c.shape, self._dtype).copy_(kv_c)
-        k = self._backend.keys(self._w_uk.shape[0], rows.shape[0], mla.qk_head_dim)
-        k[..., :nope].copy_(self._up_project(kv_c, self._w_uk, "mla.k_nope"))
+        k = self._backend.keys(self.num_kv_heads, rows.shape[0], mla.qk_head_dim)
+        k[..., :nope].copy_(self._up_project(kv_c, "w_uk", "mla.k_nope"))
         k[..., nope : mla.qk_head_dim].copy_(rows[:, mla.kv_lora_rank :])
-        projected = self._up_project(kv_c, self._w_uv, "mla.v")
+        projected = self._up_project(kv_c, "w_uv", "mla.v")
         return k, self._backend.values(*projected.shape).copy_(projected)
 
-    def _up_project(self, kv_c: torch.Tensor, weight: torch.Tensor, name: str) -> torch.Tensor:
+    def _up_project(self, kv_c: torch.Tensor, weight_name: str, name: str) -> torch.Tensor:
         """[n, kv_lora_rank] by [num_heads, dim, kv_lora_rank] -> [num_heads, n, dim], a view."""
+        weight = self._projections.get(weight_name, self._dtype)
         num_heads, dim, rank = weight.shape
-        if weight.dtype != self._dtype:
-            # Once per layer and step, however many tiles follow.
-            if name not in self._converted:
-                buffer = self._workspace.get(f"{name}.weight", weight.shape, self._dtype)
-                self._converted[name] = buffer.copy_(weight)
-            weight = self._converted[name]
         out = self._workspace.get(name, (kv_c.shape[0], num_heads * dim), self._dtype)
         torch.mm(kv_c, weight.view(-1, rank).t(), out=out)
         return out.view(kv_c.shape[0], num_heads, dim).transpose(0, 1)  # dim may be 0: no -1
