@@ -36,9 +36,11 @@ def prefill_flops(model: ModelConfig, num_tokens: int, num_computed: int = 0) ->
     norms, activations and rotations are left out: they are no matrix multiplications.
 
     Under sparse attention that holds for the first index_topk tokens. A later one attends to index_topk keys
-    of its own, in absorbed form: 2 * layers * heads * (2 * kv_lora_rank + qk_rope_head_dim) per pair. That is
-    twice as much, but serves all heads with one row; up-projected keys would be read per head, for each query
-    anew. Layers with an indexer score all keys: 2 * index_n_heads * (index_head_dim + 1) per causal pair.
+    of its own, in absorbed form: 2 * layers * heads * (2 * kv_lora_rank + qk_rope_head_dim) per pair, which
+    serves all heads with one row, where up-projected keys would be read per head, for each query anew. Or it
+    attends to all keys before it, as without sparse attention, and those that it has not selected are masked:
+    whichever needs fewer multiplications. Layers with an indexer score all keys: 2 * index_n_heads *
+    (index_head_dim + 1) per causal pair.
     """
     layers = [layer_flops(model, i, num_tokens, num_computed) for i in range(model.num_layers)]
     head = 2 * model.hidden_size * model.vocab_size
@@ -53,21 +55,31 @@ def layer_flops(model: ModelConfig, layer: int, num_tokens: int, num_computed: i
     weights = layer_parameters(model, layer)
     per_token = weights.whole + weights.split + weights.kv
     per_token += model.moe.top_k * weights.expert if model.moe else 0
-    attention, dsa, end = model.attention, model.dsa, num_computed + num_tokens
-    limit = dsa.index_topk if dsa is not None else None
-    if model.gqa is not None:
-        limit = model.gqa.windows[layer]
-    pairs = _pairs(end, limit) - _pairs(num_computed, limit)
-    per_pair = attention.qk_head_dim + attention.v_head_dim
-    multiplications = pairs * model.num_heads * per_pair
-    if dsa is not None:
-        dense_end, dense_start = min(end, dsa.index_topk), min(num_computed, dsa.index_topk)
-        selected = pairs - (_pairs(dense_end, None) - _pairs(dense_start, None))
-        multiplications += selected * model.num_heads * (sum(attention.absorbed_dims) - per_pair)
-        if dsa.full_layers[layer]:
-            scored = _pairs(end, None) - _pairs(num_computed, None)
-            multiplications += scored * dsa.num_heads * (dsa.head_dim + 1)
+    end = num_computed + num_tokens
+    if model.dsa is not None:
+        multiplications = _sparse_multiplications(model, layer, num_computed, end)
+    else:
+        limit = model.gqa.windows[layer] if model.gqa is not None else None
+        pairs = _pairs(end, limit) - _pairs(num_computed, limit)
+        per_pair = model.attention.qk_head_dim + model.attention.v_head_dim
+        multiplications = pairs * model.num_heads * per_pair
     return PrefillFlops(matmul=2 * num_tokens * per_token, attention=2 * multiplications)
+
+
+def _sparse_multiplications(model: ModelConfig, layer: int, start: int, end: int) -> int:
+    """Of sparse attention of the tokens [start, end), the indexer's included."""
+    attention, dsa = model.attention, model.dsa
+    assert dsa is not None
+    per_pair = attention.qk_head_dim + attention.v_head_dim
+    of_selected = dsa.index_topk * sum(attention.absorbed_dims)
+    masked = max(dsa.index_topk, of_selected // per_pair)  # the first tokens: those that attend to all keys
+    pairs = _pairs(min(end, masked), None) - _pairs(min(start, masked), None)
+    others = max(end, masked) - max(start, masked)
+    multiplications = model.num_heads * (pairs * per_pair + others * of_selected)
+    if dsa.full_layers[layer]:
+        scored = _pairs(end, None) - _pairs(start, None)
+        multiplications += scored * dsa.num_heads * (dsa.head_dim + 1)
+    return multiplications
 
 
 def _pairs(num_tokens: int, limit: int | None) -> int:

@@ -67,7 +67,8 @@ def test_sparse_attention_by_hand():
     attention = 10 * 4 + 4 * 10 + 70 + 70 + 80
     indexer = 4 * 8 + 10 * 4 + 10 * 2
     assert flops.matmul == 2 * 5 * (2 * (attention + 600) + indexer) + 2000
-    # 1 + 2 + 3 pairs with keys of 5 and values of 4, 3 + 3 with rows of 7 and values of 5; all 15 are scored.
-    assert flops.attention == 2 * (2 * 2 * (6 * 9 + 6 * 12) + 15 * 2 * (4 + 1))
+    # 1 + 2 + 3 + 4 pairs with keys of 5 and values of 4; then 3 with rows of 7 and values of 5, where 5 of
+    # the others would take 45; all 15 are scored.
+    assert flops.attention == 2 * (2 * 2 * (10 * 9 + 3 * 12) + 15 * 2 * (4 + 1))
     parts = [prefill_flops(model, n, start).attention for start, n in ((0, 2), (2, 2), (4, 1))]
     assert sum(parts) == flops.attention

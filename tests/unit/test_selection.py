@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
@@ -117,21 +119,30 @@ def test_ranks_have_the_order_of_scores_and_of_positions(scores: list[float], fi
 
 
 @pytest.mark.parametrize("topk", range(1, 12))
-def test_queries_with_a_choice(topk: int) -> None:
-    """Those of two runs at positions from topk on, numbered one after the other; all of them if the
-    request's context is gathered."""
+@pytest.mark.parametrize("most_masked", range(8))
+def test_queries_with_a_choice(topk: int, most_masked: int) -> None:
+    """Those of two runs at positions from topk on; all of them if the request's context is gathered. First
+    come those with masks, the others are numbered one after the other."""
     runs = (Run(2, 5, 1), Run(8, 11, 4))
     work = RequestWork(runs, torch.tensor([7]), (), (), (), 0, absorbed=False, travels=False)
-    requests = sparse_requests([work, work], {1: 2}, topk)
+
+    def num_masked(runs: Sequence[Run]) -> int:
+        return min(sum(run.end - run.start for run in runs), most_masked)
+
+    requests = sparse_requests([work, work], {1: 2}, topk, num_masked)
     own = [p for p in (2, 3, 4, 8, 9, 10) if p >= topk]
     assert list(requests) == ([0, 1] if own else [1])
     assert [request.num_gathered for request in requests.values()] == ([0, 2] if own else [2])
-    found = [part for request in requests.values() for part in request.runs]
-    positions = [p for part in found for p in range(part.run.start, part.run.end)]
-    assert positions == [*own, 2, 3, 4, 8, 9, 10]
-    tokens = [
-        t for part in found for t in range(part.run.offset, part.run.offset + part.run.end - part.run.start)
-    ]
-    assert tokens == [1 + (2, 3, 4, 8, 9, 10).index(p) for p in positions]
-    rows = [row for part in found for row in range(part.rows.start, part.rows.stop)]
-    assert rows == list(range(len(positions)))
+    for i, request in requests.items():
+        chosen = [2, 3, 4, 8, 9, 10] if i else own
+        first, others = chosen[:most_masked], chosen[most_masked:]
+        runs = [part.run for part in request.runs]
+        assert [p for run in request.masked for p in range(run.start, run.end)] == first
+        assert [p for run in runs for p in range(run.start, run.end)] == others
+        tokens = [run.offset + t for run in (*request.masked, *runs) for t in range(run.end - run.start)]
+        assert tokens == [1 + (2, 3, 4, 8, 9, 10).index(p) for p in chosen]
+        assert request.end == 11
+    parts = [part for request in requests.values() for part in request.runs]
+    rows = [row for part in parts for row in range(part.rows.start, part.rows.stop)]
+    assert rows == list(range(len(rows)))
+    assert all(part.rows.stop - part.rows.start == part.run.end - part.run.start for part in parts)

@@ -39,6 +39,7 @@ class AttentionSetup:
     """What a rank's attention is made of.
 
     Attributes:
+        num_heads: query heads of this rank.
         kv_cache: [num_layers, num_blocks, block_size, width of a row], stored rows.
         formats: of the parts of a row.
         groups: this rank's; used are pcp, dcp, dcp_pcp and dcp_tp.
@@ -48,6 +49,7 @@ class AttentionSetup:
     """
 
     attention: MLAConfig | GQAConfig
+    num_heads: int
     scale: float
     kv_cache: torch.Tensor
     formats: Sequence[RowFormat]

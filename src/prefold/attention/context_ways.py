@@ -25,8 +25,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from prefold.attention.forms import form_costs
+from prefold.attention.forms import PER_KEY_ELEMENT, form_costs
 from prefold.attention.paged import MOST_QUERIES
+from prefold.attention.sparse_costs import masked_cost, selected_cost
 from prefold.config import DTYPES, DSAConfig, EngineConfig, GQAConfig, MLAConfig
 from prefold.kv_spec import row_bytes
 
@@ -39,10 +40,6 @@ TRAVEL_TOKENS = 4096
 
 VISIT_TOKENS = 512
 """The same with sparse attention, where each query brings index_topk candidates of each rank."""
-
-PER_KEY_ELEMENT = 60
-"""Reading an element of the paged cache, once for all heads of a rank, and making it a key in float32.
-Measured: 0.7 us for a key of 576 elements, whatever attends to it."""
 
 PER_STORED_ELEMENT = 14
 """Reading it for few queries, which take rows as they are stored (attention.paged): 75 % of memory's rate."""
@@ -61,10 +58,6 @@ PER_COLLECTIVE = 10_000_000
 PER_TRIP = 90_000_000
 """Queries there and results back: two collectives whose ranks wait for each other, and some twenty small
 operations. Measured: 1.9 ms per layer for one token, whatever the context."""
-
-PER_SELECTED = 1.5
-"""A multiplication of attention to selected rows, which lie anywhere. Measured: 71 GFLOP/s where tiles of
-keys are attended to and scored with 120."""
 
 PER_CANDIDATE = 1000
 """One of the candidates of all ranks for a query: gathered, compared, made a position. Measured: 20 ns."""
@@ -176,9 +169,9 @@ class ContextWays:
     def _cost_in_place(self, num_queries: np.ndarray, num_keys: np.ndarray) -> np.ndarray:
         """Queries at keys, in the cheaper form, keys read once."""
         if self.dsa is not None:
-            return self._select(num_queries, num_queries, num_keys) + self._attend_selected(
-                num_queries, num_keys, self.num_heads
-            )
+            selected = self._attend_selected(num_queries, num_keys, self.num_heads)
+            masked = masked_cost(self._mla, self.num_heads, num_keys, num_queries * num_keys)
+            return self._select(num_queries, num_queries, num_keys) + np.minimum(selected, masked)
         cost = self._attend_tiles(num_queries, num_keys)
         if self.dcp_size > 1:  # the keys come in tiles
             return cost
@@ -236,8 +229,13 @@ class ContextWays:
         """Sparse attention: queries of so many heads at those of the keys that are selected."""
         dsa = self.dsa
         assert dsa is not None
-        selected = np.minimum(num_keys, dsa.index_topk) * sum(self.attention.absorbed_dims) * PER_SELECTED
-        return num_queries * heads * (selected + self.attention.projection_size)
+        pairs = num_queries * np.minimum(num_keys, dsa.index_topk)
+        return selected_cost(self._mla, heads, num_queries, pairs)
+
+    @property
+    def _mla(self) -> MLAConfig:
+        assert isinstance(self.attention, MLAConfig)
+        return self.attention
 
     @property
     def _share(self) -> float:

@@ -18,7 +18,6 @@ from prefold.kernels import native
 from prefold.kernels.rows import RowHeads
 from prefold.workspace import Workspace
 
-
 PROJECT_FROM = 64
 """Queries from which converting the weights to float32 pays, even if no others of the layer need that."""
 
@@ -47,8 +46,8 @@ class LayerProjections:
 
 
 class AbsorbedForm:
-    """See attention.forms.KVForm. Few queries and results change in the dtype of the weights, many in float32,
-    head by head: each head's are columns of a matrix."""
+    """See attention.forms.KVForm. Few queries and results change in the dtype of the weights, many in
+    float32, head by head: each head's are columns of a matrix."""
 
     def __init__(self, rows: LatentRows, projections: LayerProjections, backend: AttentionBackend) -> None:
         self._mla, self._w_uk, self._w_uv = rows.mla, rows.w_uk, rows.w_uv

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from prefold.attention.backend import IndexQueries
 from prefold.attention.walk import Latents
 from prefold.distributed.group import Group
-from prefold.kernels import indexer
+from prefold.kernels import dense, indexer
 from prefold.kv_ownership import KVOwnership
 from prefold.workspace import Workspace
 
@@ -163,7 +163,7 @@ class KeySelector:
     """
 
     def __init__(self, topk: int, tile_tokens: int, workspace: Workspace) -> None:
-        self._tile_tokens = max(tile_tokens, topk)
+        self._topk, self._tile_tokens = topk, max(tile_tokens, topk)
         self._workspace = workspace
 
     def select(
@@ -206,6 +206,17 @@ class KeySelector:
             found = torch.index_select(table, 0, (tokens + 1).flatten())
             out[rows, : tokens.shape[1]] = found.view(tokens.shape)
             out[rows, tokens.shape[1] :] = -1
+
+    def select_bits(
+        self, index: IndexQueries, limits: torch.Tensor, index_keys: Latents, out: torch.Tensor
+    ) -> None:
+        """The same as bits: see `kernels.dense.select_`.
+
+        Args:
+            out: [n, words] int64: bit j % 64 of word j // 64 for held token j.
+        """
+        for rows, _, tokens in self._best(index, limits, index_keys, self._topk):
+            dense.select_(tokens, 0, out[rows])
 
     def _best(
         self, index: IndexQueries, limits: torch.Tensor, index_keys: Latents, width: int

@@ -1,4 +1,4 @@
-"""DeepSeek Sparse Attention of a step: select keys, attend to them in absorbed form.
+"""DeepSeek Sparse Attention of a step: select keys, attend to them.
 
 A query that sees no more keys than it may attend to is attended densely, exactly as without sparse
 attention; so the first `index_topk` tokens of every request are. The others select: the indexer's queries
@@ -13,12 +13,15 @@ travel and are stored with them. So how a query reaches its keys depends on who 
 - D > 1, prefill, the way `query`, and decode: all ranks of the DCP group attend to the token, each to its
   shard (attention.sparse_shards).
 
+Queries attend in absorbed form to the rows that they have selected, but the first ones of a prompt, which have
+selected much of what they see, densely with a mask (attention.masked): that is quicker for them.
+
 A selection is made by the layers that have an indexer and used by those after it, up to the next.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -27,14 +30,17 @@ from prefold.attention.backend import HeadRows, IndexQueries, LatentRows
 from prefold.attention.context_parallel import AttentionSetup, ContextParallelAttention
 from prefold.attention.forms import KVForms, prefer_absorbed
 from prefold.attention.kv_tiles import KVTiles
+from prefold.attention.masked import MaskedAttention, MaskedQueries
 from prefold.attention.plan import RequestWork, StepPlan
 from prefold.attention.row_format import PlainFormat
 from prefold.attention.selected import attend_selected
 from prefold.attention.selection import QUERY_BLOCK, AllTokens, KeySelector, PagedTokens
+from prefold.attention.sparse_costs import num_masked
 from prefold.attention.sparse_layer import PagedKeys, RequestKeys, SparseLayer
 from prefold.attention.sparse_shards import SparseShards
 from prefold.attention.walk import CacheReader, Run, Segment, rows_of
 from prefold.config import MLAConfig
+from prefold.kernels import library
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,12 +61,20 @@ class SparseRequest:
     """A request's queries with a selection.
 
     Attributes:
+        masked: the first of them, which are attended with a mask (attention.masked).
+        runs: the others, which are attended to the rows that they have selected.
         num_gathered: tokens of its context that come from other ranks.
     """
 
     work: RequestWork
+    masked: tuple[Run, ...]
     runs: tuple[SparseRun, ...]
     num_gathered: int
+
+    @property
+    def end(self) -> int:
+        """Position after the last of the queries."""
+        return self.runs[-1].run.end if self.runs else self.masked[-1].end
 
 
 class SparseAttention(ContextParallelAttention):
@@ -72,7 +86,7 @@ class SparseAttention(ContextParallelAttention):
         attention = setup.attention
         assert isinstance(attention, MLAConfig)
         assert attention.dsa is not None
-        self._mla = attention
+        self._mla, self._num_heads = attention, setup.num_heads
         attended, self._index_format = setup.formats
         self._topk = attention.dsa.index_topk
         self._selector = KeySelector(self._topk, setup.tile_tokens, setup.workspace)
@@ -92,9 +106,12 @@ class SparseAttention(ContextParallelAttention):
             setup.workspace,
         )
         self._all = AllTokens()
+        self._masked = MaskedAttention(self._selector, setup.backend, setup.tile_tokens, setup.scale)
+        self._can_mask = device.type == "cpu" and library.is_available()
         self._sparse_plan: StepPlan | None = None
         self._requests: dict[int, SparseRequest] = {}
         self._selected = torch.empty(0)
+        self._masks: dict[int, MaskedQueries] = {}
 
     def begin_step(self, plan: StepPlan) -> None:
         """See ContextParallelAttention.begin_step."""
@@ -109,11 +126,20 @@ class SparseAttention(ContextParallelAttention):
         self._sparse_plan = plan
         tokens = slice(plan.num_prefill_tokens, plan.num_tokens)
         self._shards.begin_step(plan.visits, plan.shared_decode, tokens)
-        self._requests = sparse_requests(plan.works, gathered, self._topk)
+        self._requests = sparse_requests(plan.works, gathered, self._topk, self._num_masked)
         num_queries = sum(
             part.rows.stop - part.rows.start for r in self._requests.values() for part in r.runs
         )
         self._selected = self._workspace.get("sparse.selected", (num_queries, self._topk), torch.int32)
+        masked = {i: request.masked for i, request in self._requests.items() if request.masked}
+        shapes = [MaskedQueries.shape(runs) for runs in masked.values()]
+        bits = self._workspace.carve("sparse.bits", shapes, torch.int64)
+        self._masks = {i: MaskedQueries(runs, own) for (i, runs), own in zip(masked.items(), bits)}
+
+    def _num_masked(self, runs: Sequence[Run]) -> int:
+        """Of queries with a selection, see `sparse_costs.num_masked`."""
+        bounds = [(run.start, run.end) for run in runs]
+        return num_masked(self._mla, self._num_heads, bounds) if self._can_mask else 0
 
     def attend(
         self, layer_idx: int, q: torch.Tensor, kv: torch.Tensor, rows: LatentRows | HeadRows
@@ -125,12 +151,12 @@ class SparseAttention(ContextParallelAttention):
         out, new_rows = self._attend(layer_idx, q, kv, rows)
         forms = KVForms.of(rows, self._compute_dtype, self._backend, self._workspace)
         cache = self._kv_cache[layer_idx][..., : new_rows.shape[1]]
-        layer = SparseLayer(q, rows.index, forms.absorbed, cache, new_rows, out)
-        for request in self._requests.values():
+        layer = SparseLayer(q, rows.index, forms, cache, new_rows, out)
+        for i, request in self._requests.items():
             if not request.num_gathered:
-                self._attend_request(layer, request, self._keys(layer, request.work))
+                self._attend_request(layer, i, self._keys(layer, request.work))
         self._attend_gathered(layer, plan)
-        self._shards.attend(layer, forms)
+        self._shards.attend(layer)
         return out.flatten(1)
 
     def _keys(self, layer: SparseLayer, work: RequestWork) -> RequestKeys:
@@ -143,11 +169,15 @@ class SparseAttention(ContextParallelAttention):
         """Rows by position."""
         width = self._format.width
         index_keys = rows_of(rows[:, width:], 0, self._index_format)
-        return RequestKeys(rows[:, :width], index_keys, self._all, work.block_ids)
+        latents = rows_of(rows[:, :width], 0, self._format)
+        return RequestKeys(rows[:, :width], latents, index_keys, self._all, work.block_ids)
 
-    def _attend_request(self, layer: SparseLayer, request: SparseRequest, keys: RequestKeys) -> None:
+    def _attend_request(self, layer: SparseLayer, number: int, keys: RequestKeys) -> None:
         """Select for a request's queries, and attend. Where selected keys lie is the same in all layers."""
-        table = keys.held.table(request.runs[-1].run.end, keys.block_ids)
+        request = self._requests[number]
+        if number in self._masks:
+            self._masked.attend(layer, self._masks[number], keys)
+        table = keys.held.table(request.end, keys.block_ids)
         for part in request.runs:
             for start in range(part.run.start, part.run.end, QUERY_BLOCK):
                 end = min(start + QUERY_BLOCK, part.run.end)
@@ -167,11 +197,11 @@ class SparseAttention(ContextParallelAttention):
         q = layer.q[tokens]
         shape = q.shape[:2]
         latent_q = workspace.get("sparse.latent_q", (*shape, mla.token_dim), torch.float32)
-        layer.absorbed.queries(q, latent_q)
+        layer.forms.absorbed.queries(q, latent_q)
         latent_out = workspace.get("sparse.latent_out", (*shape, mla.kv_lora_rank), torch.float32)
         lse = workspace.get("sparse.lse", shape, torch.float32)
         attend_selected(latent_q, slots, rows, self._format, self._scale, latent_out, lse, workspace)
-        layer.absorbed.results(latent_out, layer.out[tokens])
+        layer.forms.absorbed.results(latent_out, layer.out[tokens])
 
     def _attend_gathered(self, layer: SparseLayer, plan: StepPlan) -> None:
         """The requests whose context is spread over ranks: each when the last of it has come."""
@@ -194,7 +224,7 @@ class SparseAttention(ContextParallelAttention):
                 context.index_copy_(0, held.positions(tokens), part)
             received += len(rows)
             if received == num_gathered:
-                self._attend_request(layer, request, self._row_keys(context, work))
+                self._attend_request(layer, piece.work, self._row_keys(context, work))
                 received = 0
 
 
@@ -232,23 +262,59 @@ def _of_first(segments: Sequence[Segment], num_queries: int) -> tuple[Segment, .
 
 
 def sparse_requests(
-    works: Sequence[RequestWork], gathered: dict[int, int], topk: int
+    works: Sequence[RequestWork],
+    gathered: dict[int, int],
+    topk: int,
+    num_masked: Callable[[Sequence[Run]], int],
 ) -> dict[int, SparseRequest]:
     """By place in `works`, the queries with a selection, and where their selections go: those that see more
-    than `topk` keys, and all of a request whose context is gathered. Those that travel are not among them."""
+    than `topk` keys, and all of a request whose context is gathered. Those that travel are not among them.
+
+    Args:
+        num_masked: of a request's queries, how many, the first ones, are attended with a mask.
+    """
     found: dict[int, SparseRequest] = {}
     end = 0
     for i, work in enumerate(works):
         if work.travels:
             continue
-        first = topk if i not in gathered else 0
+        _, queries = _cut_at(work.runs, topk if i not in gathered else 0)
+        if not queries:
+            continue
+        level = _position_of(queries, num_masked(queries))
+        masked, others = _cut_at(queries, level)
         runs = []
-        for run in work.runs:
-            dense = min(max(first - run.start, 0), run.end - run.start)
-            rest = Run(run.start + dense, run.end, run.offset + dense)
-            if rest.start < rest.end:
-                start, end = end, end + rest.end - rest.start
-                runs.append(SparseRun(rest, slice(start, end)))
-        if runs:
-            found[i] = SparseRequest(work, tuple(runs), gathered.get(i, 0))
+        for run in others:
+            start, end = end, end + run.end - run.start
+            runs.append(SparseRun(run, slice(start, end)))
+        found[i] = SparseRequest(work, masked, tuple(runs), gathered.get(i, 0))
     return found
+
+
+def _cut_at(runs: Sequence[Run], position: int) -> tuple[tuple[Run, ...], tuple[Run, ...]]:
+    """Runs of queries before a position, and of those from there on.
+
+    >>> _cut_at([Run(0, 4, 0), Run(6, 9, 4)], 7)
+    ((Run(start=0, end=4, offset=0), Run(start=6, end=7, offset=4)), (Run(start=7, end=9, offset=5),))
+    """
+    before, after = [], []
+    for run in runs:
+        cut = min(max(position, run.start), run.end)
+        if run.start < cut:
+            before.append(Run(run.start, cut, run.offset))
+        if cut < run.end:
+            after.append(Run(cut, run.end, run.offset + cut - run.start))
+    return tuple(before), tuple(after)
+
+
+def _position_of(runs: Sequence[Run], query: int) -> int:
+    """Of the query with this number; of the end, if there are no more.
+
+    >>> [_position_of([Run(0, 2, 0), Run(6, 8, 2)], query) for query in range(5)]
+    [0, 1, 6, 7, 8]
+    """
+    for run in runs:
+        if query < run.end - run.start:
+            return run.start + query
+        query -= run.end - run.start
+    return runs[-1].end

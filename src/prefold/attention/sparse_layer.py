@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from prefold.attention.backend import IndexQueries
-from prefold.attention.forms import KVForm
+from prefold.attention.forms import KVForms
 from prefold.attention.row_format import RowFormat
 from prefold.attention.selection import HeldTokens, PagedTokens
 from prefold.attention.walk import CacheReader, Latents
@@ -28,7 +28,7 @@ class SparseLayer:
 
     q: torch.Tensor
     index: IndexQueries | None
-    absorbed: KVForm
+    forms: KVForms
     cache: torch.Tensor
     new_rows: torch.Tensor
     out: torch.Tensor
@@ -40,10 +40,12 @@ class RequestKeys:
 
     Attributes:
         rows: [num_slots, width of the first part of a row], as stored.
+        latents: decoded first parts of the rows of tokens that are held.
         index_keys: of the tokens that are held.
     """
 
     rows: torch.Tensor
+    latents: Latents
     index_keys: Latents
     held: HeldTokens
     block_ids: torch.Tensor
@@ -67,9 +69,13 @@ class PagedKeys:
         attended, index = self.formats
         width = attended.width
 
-        def index_keys(start: int, end: int) -> torch.Tensor:  # asked for only where a row has one
-            reader = CacheReader(layer.cache[..., width:], index, self.workspace)
-            return reader.request(block_ids)(start, end)
+        def read(part: slice, row_format: RowFormat) -> Latents:
+            def tokens(start: int, end: int) -> torch.Tensor:  # of index keys only where a row has one
+                reader = CacheReader(layer.cache[..., part], row_format, self.workspace)
+                return reader.request(block_ids)(start, end)
 
-        rows = layer.cache.view(-1, layer.cache.shape[2])
-        return RequestKeys(rows[:, :width], index_keys, self.held, block_ids)
+            return tokens
+
+        rows = layer.cache.view(-1, layer.cache.shape[2])[:, :width]
+        latents, index_keys = read(slice(width), attended), read(slice(width, None), index)
+        return RequestKeys(rows, latents, index_keys, self.held, block_ids)

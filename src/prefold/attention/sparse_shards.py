@@ -18,7 +18,6 @@ from dataclasses import dataclass
 import torch
 
 from prefold.attention.backend import IndexQueries
-from prefold.attention.forms import KVForms
 from prefold.attention.merge import merge_packed, packed
 from prefold.attention.selected import attend_selected
 from prefold.attention.selection import KeySelector, join_ranked, positions_of
@@ -84,25 +83,23 @@ class SparseShards:
         num_tokens = sum(piece.num_tokens for piece in visits) + num_decode
         self._selected = self._workspace.get("shards.selected", (num_tokens, self._topk), torch.int32)
 
-    def attend(self, layer: SparseLayer, forms: KVForms) -> None:
+    def attend(self, layer: SparseLayer) -> None:
         """Write the results of this rank's visitors and decode tokens to `layer.out`."""
         rest = self._selected
         for piece in self._visits:
             selected, rest = rest[: piece.num_tokens], rest[piece.num_tokens :]
-            self._attend_visitors(piece, layer, forms, selected)
+            self._attend_visitors(piece, layer, selected)
         if self._decode:
             tokens, index = self._decode_tokens, layer.index
             if index is not None:
                 index = IndexQueries(index.q[tokens], index.weights[tokens])
-            shared = self._start(self._decode, index, layer, forms, rest)
+            shared = self._start(self._decode, index, layer, rest)
             shared.send(layer.q[tokens])
             shared.attend(layer.out[tokens])
 
-    def _attend_visitors(
-        self, piece: Visitors, layer: SparseLayer, forms: KVForms, selected: torch.Tensor
-    ) -> None:
+    def _attend_visitors(self, piece: Visitors, layer: SparseLayer, selected: torch.Tensor) -> None:
         q, index = self._gather(piece, layer)
-        shared = self._start(piece.works, index, layer, forms, selected)
+        shared = self._start(piece.works, index, layer, selected)
         shared.send(q)
         shape = (len(q), q.shape[1], layer.out.shape[2])
         results, out, lse = packed(self._workspace, "shards.results", *shape)
@@ -146,7 +143,6 @@ class SparseShards:
         works: Sequence[SharedWork],
         index: IndexQueries | None,
         layer: SparseLayer,
-        forms: KVForms,
         selected: torch.Tensor,
     ) -> SharedDecode:
         """Select, if the layer has an indexer, for the tokens of `works`, and prepare to attend to that."""
@@ -158,7 +154,7 @@ class SparseShards:
             rows, row_format = keys[0].rows, self._paged.formats[0]
             attend_selected(q, selected, rows, row_format, self._scale, out, lse, self._workspace)
 
-        return SharedDecode(attend_shard, self._dcp_tp, self._unit, forms.absorbed, self._workspace)
+        return SharedDecode(attend_shard, self._dcp_tp, self._unit, layer.forms.absorbed, self._workspace)
 
     def _select(
         self,

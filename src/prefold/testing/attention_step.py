@@ -235,6 +235,7 @@ def run_rank(groups: dict[str, ThreadGroup], step: Step, wanted: np.ndarray) -> 
     backend = attention_backend(workspace, torch.device("cpu"), torch.float32)
     setup = AttentionSetup(
         attention=layout.mla,
+        num_heads=HEADS_PER_RANK,
         scale=SCALE,
         kv_cache=cache,
         formats=row_formats(layout.mla, layout.tp, layout.cache_dtype, workspace),

@@ -102,6 +102,7 @@ class ModelRunner:
         return form(
             AttentionSetup(
                 attention=model.attention,
+                num_heads=model.num_heads // self._groups["tp"].size,
                 scale=model.softmax_scale,
                 kv_cache=self.kv_cache,
                 formats=self._formats,
