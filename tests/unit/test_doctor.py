@@ -71,9 +71,19 @@ def test_a_run_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
 
     out = io.StringIO()
     report["advice"] = [{"name": "noise", "text": "Others are [busy]."}]
+    report["software"]["bfloat16_attention"] = "amx_bf16"
     print_report(report, make_console(out))
     text = out.getvalue()
-    for word in ("Machine", "Software", "computes in", "1 thread", "shared memory", "Others are [busy]."):
+    words = (
+        "Machine",
+        "Software",
+        "computes in",
+        "1 thread",
+        "shared memory",
+        "amx_bf16",
+        "Others are [busy].",
+    )
+    for word in words:
         assert word in text
     assert max(map(len, text.splitlines())) <= 100
     report["advice"] = []

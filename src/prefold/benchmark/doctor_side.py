@@ -18,7 +18,7 @@ from prefold.attention.torch_backend import TorchBackend
 from prefold.benchmark.side import Handler, serve
 from prefold.distributed.group import Group, init_distributed, make_groups
 from prefold.distributed.mesh import Mesh
-from prefold.kernels import library, native
+from prefold.kernels import dense, library, native
 from prefold.workspace import Workspace
 
 READ_BYTES = 128 << 20
@@ -59,6 +59,7 @@ def start(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
         "torch_has_cuda": torch.version.cuda is not None,
         "sees_gpu": torch.cuda.is_available(),
         "instruction_sets": library.instruction_sets(),
+        "bfloat16_attention": dense.best(torch.bfloat16),
         "kernel_problem": library.problem(),
         "kernel_threads": library.num_threads(),
     }
@@ -90,15 +91,23 @@ def matmul_tasks() -> dict[str, Task]:
 
 
 def attention_tasks() -> dict[str, Task]:
-    """Causal attention of a prompt; useful operations."""
+    """Causal attention of a prompt in float32, and in bfloat16 where the kernel has instructions for it;
+    useful operations."""
     tokens, heads, dim = ATTENTION
     q, k, v = torch.randn(tokens, heads, dim), *torch.randn(2, heads, tokens, dim)
-    amount = 2.0 * heads * 2 * dim * tokens * (tokens + 1) / 2
-    backends: dict[str, AttentionBackend] = {"torch": TorchBackend(Workspace(), torch.device("cpu"))}
+    x, half = (q, k, v), (q.bfloat16(), k.bfloat16(), v.bfloat16())
+    backends: dict[str, tuple[AttentionBackend, tuple[torch.Tensor, ...]]] = {
+        "torch": (TorchBackend(Workspace(), torch.device("cpu")), x)
+    }
     if library.is_available():
-        backends["kernel"] = NativeBackend(Workspace())
+        backends["kernel"] = (NativeBackend(Workspace()), x)
+    best = dense.best(torch.bfloat16)
+    if best is not None:
+        backends[f"kernel, {best}"] = (NativeBackend(Workspace(), torch.bfloat16, best), half)
+    amount = 2.0 * heads * 2 * dim * tokens * (tokens + 1) / 2
     return {
-        name: (lambda backend=backend: attend(backend, q, k, v), amount) for name, backend in backends.items()
+        name: (lambda one=one, inputs=inputs: attend(one, *inputs), amount)
+        for name, (one, inputs) in backends.items()
     }
 
 

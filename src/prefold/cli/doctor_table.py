@@ -83,6 +83,8 @@ def _software(report: dict[str, Any]) -> Table:
         table.add_row("kernels", f"{kernels}; {facts['kernel_threads']} threads")
     else:
         table.add_row("kernels", "none, torch does the work")
+    if software["bfloat16_attention"]:
+        table.add_row("attention", f"in bfloat16 by {software['bfloat16_attention']}")
     table.add_row("computes in", f"{facts['compute_dtype']}: {report['software']['compute_dtype_reason']}")
     return table
 

@@ -65,6 +65,8 @@ def _has_torchs_openmp(library: ctypes.CDLL) -> bool:
 
 _LIBRARY, _PROBLEM = _load_library(Path(__file__).parent)
 _BEST = -1 if _LIBRARY is None else _LIBRARY.prefold_instruction_set()
+# Asked once, and before ranks are forked: Linux grants tiles to a process and to those that it forks.
+_HAS_TILES = _LIBRARY is not None and bool(_LIBRARY.prefold_has_tiles())
 
 
 def problem() -> str:
@@ -89,9 +91,9 @@ def has_fast_pairs() -> bool:
 
 
 def has_tiles() -> bool:
-    """Whether kernels can multiply tiles of bfloat16 (AMX-BF16): the processor, the compiler and the system
-    have them. The process asks the system for them here."""
-    return _LIBRARY is not None and has_pairs() and bool(_LIBRARY.prefold_has_tiles())
+    """Whether kernels can multiply tiles of bfloat16 (AMX-BF16): the processor and the compiler know them,
+    and the system grants them."""
+    return has_pairs() and _HAS_TILES
 
 
 def is_available() -> bool:
