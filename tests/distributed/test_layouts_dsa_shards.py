@@ -82,6 +82,16 @@ def test_every_residue(
         assert cached == [min(shared, (len(p) - 1) // block * block) for shared, p in zip(shares, seconds)]
 
 
+@pytest.mark.parametrize("layout", ["PCP2 DCP2", "PCP4 DCP2", "TP2 PCP2 DCP4"])
+def test_ranks_without_tokens(layout: str, folder: Path, oracle: SparseOracle) -> None:
+    """A short tail after a cached prefix is whole on one rank, and its queries visit the others' shards."""
+    options = ENGINE | {"min_split_tokens": 40, "context_attention": "query"}
+    first = oracle.prompt(81, seed=1)
+    tails = [oracle.prompt(length, seed=2, start=first[:80]) for length in (82, 83, 86)]
+    with ThreadLLM(str(folder), **options, **layout_options(layout)) as llm:
+        assert check(llm, oracle, [first, *tails], [0, 10, 20, 30])[1:] == [80] * 3
+
+
 @pytest.fixture(scope="module")
 def quantised(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return quantize_checkpoint(folder, tmp_path_factory.mktemp("nvfp4"), FORMAT)

@@ -13,8 +13,8 @@ travel and are stored with them. So how a query reaches its keys depends on who 
 - D > 1, prefill, the way `query`, and decode: all ranks of the DCP group attend to the token, each to its
   shard (attention.sparse_shards).
 
-Queries attend in absorbed form to the rows that they have selected, but the first ones of a prompt, which have
-selected much of what they see, densely with a mask (attention.masked): that is quicker for them.
+Queries attend in absorbed form to the rows that they have selected; but the first ones of a prompt, which
+have selected much of what they see, densely with a mask (attention.masked): that is quicker for them.
 
 A selection is made by the layers that have an indexer and used by those after it, up to the next.
 """

@@ -12,6 +12,7 @@ cache by then, so that a visitor finds all of its keys in the shards.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -120,7 +121,7 @@ class SparseShards:
     def _gather(self, piece: Visitors, layer: SparseLayer) -> tuple[torch.Tensor, IndexQueries | None]:
         """All visitors' queries, and those of the indexer, which travel in one row of float32."""
         sources = [layer.q] if layer.index is None else [layer.q, layer.index.q, layer.index.weights]
-        widths = [source[0].numel() for source in sources]
+        widths = [math.prod(source.shape[1:]) for source in sources]
         shape = (max(piece.counts), sum(widths))
         sent = self._workspace.get("shards.sent", shape, torch.float32)
         own = sent[: len(piece.own_tokens)].split(widths, dim=1)
