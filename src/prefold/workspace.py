@@ -27,20 +27,27 @@ class Workspace:
         self._device = torch.device(device)
         self._poison = poison
         self._flat: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+        self._last: dict[tuple[str, torch.dtype], torch.Tensor] = {}  # views that were handed out
 
     def get(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A contiguous view of `shape`; grows the buffer if it is too small (first steps only)."""
-        numel = math.prod(shape)
-        flat = self._flat.get((name, dtype))
-        if flat is None or flat.numel() < numel:
-            flat = torch.empty(numel, dtype=dtype, device=self._device)
-            self._flat[(name, dtype)] = flat
-        view = flat[:numel].view(*shape)
+        key = name, dtype
+        view = self._last.get(key)
+        if view is None or view.shape != tuple(shape):
+            view = self._last[key] = self._view(key, shape)
         if self._poison and dtype.is_floating_point:
             view.fill_(float("nan"))
         elif self._poison and dtype == torch.uint8:
             view.fill_(NAN_BYTE)
         return view
+
+    def _view(self, key: tuple[str, torch.dtype], shape: Sequence[int]) -> torch.Tensor:
+        numel = math.prod(shape)
+        flat = self._flat.get(key)
+        if flat is None or flat.numel() < numel:
+            flat = torch.empty(numel, dtype=key[1], device=self._device)
+            self._flat[key] = flat
+        return flat[:numel].view(*shape)
 
     def carve(
         self, name: str, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype = torch.float32

@@ -87,6 +87,7 @@ class ContextParallelAttention:
         self._few: PagedQueries | None = None
         self._few_shared: PagedQueries | None = None
         self._few_visiting: tuple[PagedQueries | None, ...] = ()
+        self._has_few_only = False
 
     def begin_step(self, plan: StepPlan) -> None:
         """Set the step that the coming `attend` calls, one per layer, belong to."""
@@ -103,6 +104,8 @@ class ContextParallelAttention:
             PagedQueries.of_visits(piece.visits, block_size) if self._can_attend_paged else None
             for piece in plan.travel
         )
+        moves = plan.gather_tokens or plan.travel or plan.shared_decode or plan.kv_tiles
+        self._has_few_only = not self._walked and not moves
 
     def attend(
         self, layer_idx: int, q: torch.Tensor, kv: torch.Tensor, rows: LatentRows | HeadRows
@@ -123,6 +126,12 @@ class ContextParallelAttention:
         cache = self._kv_cache[layer_idx][..., : new_kv.shape[1]]
         forms = KVForms.of(rows, self._compute_dtype, self._backend, self._workspace)
         stored = PagedCache(cache[..., :width], self._format)
+        out = self._workspace.get("attention.out", (*q.shape[:2], forms.plain.out_dim), self._compute_dtype)
+        if self._has_few_only:
+            self._write(cache, new_kv, plan.write_decode)
+            if self._few is not None:
+                attend_own(self._few, stored, q, forms, self._scale, out, self._workspace)
+            return out, new_kv[:0]
         reader = CacheReader(stored.rows, self._format, self._workspace)
         gather = self._groups["pcp"].start_all_gather(new_kv[: plan.gather_tokens])
         self._write(cache, new_kv[plan.num_prefill_tokens : plan.num_tokens], plan.write_decode)
@@ -143,7 +152,6 @@ class ContextParallelAttention:
         for trip in trips[:1]:
             trip.attend()
         self._kv_tiles(plan, reader).run(queries.walks)
-        out = self._workspace.get("attention.out", (*q.shape[:2], forms.plain.out_dim), self._compute_dtype)
         if decode is not None:
             decode.attend(out[plan.num_prefill_tokens :])
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import nn
 
+from prefold.layers.layer import Layer
 from prefold.layers.linear import Env, multiply, prepared
 from prefold.layers.weight import Weight, parameter
 
 
-class VocabParallel(nn.Module):
+class VocabParallel(Layer):
     """This rank's rows [ceil(vocab / TP), hidden] of an embedding or head."""
 
     def __init__(self, vocab_size: int, hidden_size: int, env: Env) -> None:

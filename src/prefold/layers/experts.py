@@ -6,12 +6,12 @@ from collections.abc import Callable, Container, Iterator
 
 import numpy as np
 import torch
-from torch import nn
 
 from prefold.config import MoEConfig
 from prefold.kernels import fused
 from prefold.layers.bands import Bands
 from prefold.layers.expert_parallel import ExpertParallel
+from prefold.layers.layer import Layer
 from prefold.layers.linear import Env, convert_from, gated_mlp, prepared_mlp, tiles, widens
 from prefold.layers.weight import Weight, parameter
 
@@ -19,7 +19,7 @@ AddRouted = Callable[[torch.Tensor], None]
 """Adds what the routed experts contribute to a layer's output [n, hidden], in place."""
 
 
-class Experts(nn.Module):
+class Experts(Layer):
     """Experts `held` (of all, by number), and of each of them one part of the intermediate dim.
 
     Args:

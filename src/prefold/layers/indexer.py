@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 from prefold.config import DSAConfig
+from prefold.layers.layer import Layer
 from prefold.layers.linear import Env, Linear
 from prefold.layers.rotary import RotaryEmbedding
 from prefold.layers.weight import Weight, parameter, whole
@@ -20,7 +20,7 @@ KEY_NORM_EPS = 1e-6
 # transformers builds k_norm, a LayerNorm, without passing an epsilon of the config on.
 
 
-class Indexer(nn.Module):
+class Indexer(Layer):
     """Whole on every TP rank: all of them select the same keys.
 
     A score is a sum over dims of query times key, so both may have their dims in any common order. Where

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 from prefold.kernels import fused, library, native
 from prefold.kernels.quantized import QuantizedMatrix
 from prefold.layers.bands import Band, Bands
+from prefold.layers.layer import Layer
 from prefold.layers.weight import Weight, parameter, shard, whole
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def _multiply(x: torch.Tensor, bands: Bands, role: str, env: Env) -> torch.Tenso
     return multiply(x, prepared(weight, x.shape[0], "linear.weight", env), out, env)
 
 
-class Linear(nn.Module):
+class Linear(Layer):
     """x [n, in_features] -> [n, out_features], the same weight on every rank.
 
     `bands`: outputs of each of the checkpoint's modules that lie side by side in this one, if several.
@@ -184,7 +184,7 @@ class Linear(nn.Module):
         assert start == self.weight.shape[0]
 
 
-class ColumnParallelLinear(nn.Module):
+class ColumnParallelLinear(Layer):
     """x [n, in_features] -> this rank's share [n, out_features / TP] of one or several projections.
 
     `out_features` lists projections of the same input; a rank's result holds its share of each,
@@ -232,7 +232,7 @@ class ColumnParallelLinear(nn.Module):
             start += width
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(Layer):
     """x [n, in_features / TP], this rank's share of the input -> [n, out_features], whole on every rank."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool, role: str, env: Env) -> None:
@@ -263,7 +263,7 @@ class RowParallelLinear(nn.Module):
             yield whole(f"{prefix}.bias", self.bias)
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(Layer):
     """down(silu(gate(x)) * up(x)), split over the intermediate dim. x [n, hidden] -> [n, hidden]."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, bias: bool, role: str, env: Env) -> None:

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Container, Iterator
 
 import torch
-from torch import nn
 
 from prefold.config import MoEConfig
 from prefold.kernels import fused
 from prefold.layers.experts import TensorParallelExperts, WholeExperts
+from prefold.layers.layer import Layer
 from prefold.layers.linear import Env, GatedMLP
 from prefold.layers.weight import Weight, parameter, whole
 
 
-class Router(nn.Module):
+class Router(Layer):
     """Chooses `top_k` experts per token and their weights, in float32."""
 
     def __init__(self, hidden_size: int, moe: MoEConfig, env: Env) -> None:
@@ -83,7 +83,7 @@ class Router(nn.Module):
             yield whole(f"{prefix}.e_score_correction_bias", self.bias)
 
 
-class MoE(nn.Module):
+class MoE(Layer):
     """Routed experts and shared experts; x [n, hidden] -> [n, hidden] with one all-reduce over TP.
 
     Every rank routes all its tokens alike (routing is replicated over TP). Where the routed experts

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import nn
 
 from prefold.kernels import fused
+from prefold.layers.layer import Layer
 from prefold.layers.linear import Env
 from prefold.layers.weight import Weight, parameter, whole
 
@@ -15,7 +15,7 @@ ROWS_PER_PASS = 256
 """Rows normalised at a time, so that the passes over them find them in the cache."""
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Layer):
     """x / sqrt(mean(x^2) + eps) * weight over the last dim, in float32 whatever the input's dtype."""
 
     def __init__(self, size: int, eps: float, env: Env) -> None:

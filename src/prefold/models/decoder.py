@@ -20,6 +20,7 @@ from torch import nn
 from prefold.attention.backend import AttentionContext
 from prefold.config import ModelConfig, RuntimeConfig
 from prefold.layers.embedding import VocabParallel
+from prefold.layers.layer import Layer
 from prefold.layers.linear import DELTA, Env, GatedMLP
 from prefold.layers.moe import MoE
 from prefold.layers.norm import RMSNorm
@@ -48,7 +49,7 @@ def build_attention(
     return MLAttention(config, layer, layer_idx, rotary, env)
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(Layer):
     """Attention and MLP (dense or experts), each behind a norm and added to the residual stream.
 
     Args:
@@ -80,7 +81,7 @@ class DecoderLayer(nn.Module):
             yield from self.mlp.weights(f"{prefix}.mlp")
 
 
-class Decoder(nn.Module):
+class Decoder(Layer):
     """The decoder of one rank, or the layers that its pipeline stage computes.
 
     The stage with layer 0 has the embedding, the one with the last layer the final norm and the head.

@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import nn
 
 from prefold.attention.backend import AttentionContext, IndexQueries, LatentRows
 from prefold.config import ModelConfig
 from prefold.layers.indexer import Indexer
+from prefold.layers.layer import Layer
 from prefold.layers.linear import DELTA, ColumnParallelLinear, Env, Linear, RowParallelLinear
 from prefold.layers.norm import RMSNorm
 from prefold.layers.rotary import RotaryEmbedding
 from prefold.layers.weight import Weight, parameter
 
 
-class MLAttention(nn.Module):
+class MLAttention(Layer):
     """Latent attention up to and after `ctx.attend`. Splits heads over TP.
 
     Args:

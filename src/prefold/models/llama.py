@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import nn
 
 from prefold.attention.backend import AttentionContext, HeadRows
 from prefold.config import GQAConfig, ModelConfig
+from prefold.layers.layer import Layer
 from prefold.layers.linear import DELTA, ColumnParallelLinear, Env, RowParallelLinear
 from prefold.layers.norm import RMSNorm
 from prefold.layers.rotary import RotaryEmbedding
 from prefold.layers.weight import Weight
 
 
-class GQAttention(nn.Module):
+class GQAttention(Layer):
     """Grouped-query attention up to and after `ctx.attend`. Splits heads over TP.
 
     With more TP ranks than KV heads, neighbours hold the same KV head.
