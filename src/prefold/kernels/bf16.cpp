@@ -131,6 +131,9 @@ INLINE void linear(const float* x, int64_t x_stride, const uint16_t* w, int64_t 
                           y_stride, rows, k);
 }
 
+constexpr int COMBINE_COLUMNS = 256;  // that a block reads of each row, and a thread has at least
+constexpr int COMBINE_AHEAD = 8;      // rows: hardware does not follow strides of a row
+
 // y[c] = sum over d of x[d] * w[d, c] for 2W * P columns that are read together.
 template <int W, int P>
 INLINE void combine_block(const float* x, const uint16_t* w, int64_t w_stride, float* y, int64_t k) {
@@ -139,7 +142,9 @@ INLINE void combine_block(const float* x, const uint16_t* w, int64_t w_stride, f
     for (int64_t d = 0; d < k; d++) {
         const float factor = x[d];
         for (int p = 0; p < P; p++) {
-            auto pairs = load_pairs<W>(w + d * w_stride + p * 2 * W);
+            const uint16_t* at = w + d * w_stride + p * 2 * W;
+            __builtin_prefetch(at + COMBINE_AHEAD * w_stride);
+            auto pairs = load_pairs<W>(at);
             evens[p] += even<W>(pairs) * factor;
             odds[p] += odd<W>(pairs) * factor;
         }
@@ -154,7 +159,9 @@ INLINE void combine_block(const float* x, const uint16_t* w, int64_t w_stride, f
 template <int W>
 INLINE void combine(const float* x, int64_t x_stride, const uint16_t* w, int64_t w_stride, float* y,
                     int64_t y_stride, int64_t rows, int64_t columns, int64_t k) {
-    constexpr int P = 4, STEP = 2 * W * P;
+    // As many sums as half of the registers hold, if those are the largest.
+    constexpr int P = W == 16 ? 8 : 4, STEP = 2 * W * P;
+    static_assert(COMBINE_COLUMNS % STEP == 0);
     int64_t c = 0;
     for (; c + STEP <= columns; c += STEP)
         for (int64_t m = 0; m < rows; m++)
@@ -223,7 +230,7 @@ void prefold_linear(int set, int64_t batch, int64_t x_batch, int64_t w_batch, in
 }
 
 void prefold_combine(int set, int64_t batch, int64_t x_batch, int64_t w_batch, int64_t y_batch, ARGUMENTS) {
-    split(COMBINE[set], {batch, x_batch, w_batch, y_batch}, 1, 128, VALUES);
+    split(COMBINE[set], {batch, x_batch, w_batch, y_batch}, 1, COMBINE_COLUMNS, VALUES);
 }
 
 }  // extern "C"
