@@ -250,7 +250,8 @@ def step_traffic(
         wanted_bytes = int(wanted_by_rank.max()) * hidden_bytes * is_last
         kv_bytes = num_sent_decode * token_bytes
         sent["pcp.all_gather"] = int(parts.num_prefill_tokens.max()) * new_bytes
-        sent["pcp.all_gather"] += exchange_bytes(kv_bytes, wanted_bytes)[1]
+        if kv_bytes or wanted_by_rank[1:].any():  # Rows of place 0 are where they are wanted.
+            sent["pcp.all_gather"] += exchange_bytes(kv_bytes, wanted_bytes)[1]
     if parallel.tensor_parallel_size > 1:
         sums = (at.pp == 0) + 2 * len(layers)
         sent["tp.all_reduce"] = sums * num_tokens * hidden_bytes

@@ -141,11 +141,12 @@ def test_collectives_of_a_step():
         return results[0].gathers
 
     assert gathers([prefill(0, 40, left=3)], []) == [1, 1, 0], "a non-final chunk moves no hidden state"
-    assert gathers([prefill(0, 40)], [39]) == [1, 1, 1]
+    assert gathers([prefill(0, 40)], [39]) == [1, 1, 0], "the last token is on place 0"
+    assert gathers([prefill(0, 40)], [20, 39]) == [1, 1, 1]
     assert gathers([decode(5), decode(9)], [0, 1]) == [0, 0, 1]
     assert gathers([decode(5), prefill(0, 40, left=3)], [0]) == [1, 1, 1]
-    assert gathers([prefill(0, 40)], [39], way="sliced") == [1, 1, 1], "no context, nobody travels"
-    assert gathers([prefill(3, 40), prefill(5, 9)], [39], way="sliced") == [2, 2, 1], "queries, all at once"
+    assert gathers([prefill(0, 40)], [39], way="sliced") == [1, 1, 0], "no context, nobody travels"
+    assert gathers([prefill(3, 40), prefill(5, 9)], [39], way="sliced") == [2, 2, 0], "queries, all at once"
 
 
 def test_the_dense_oracle_notices(monkeypatch: pytest.MonkeyPatch):

@@ -33,6 +33,24 @@ def norm_of(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("instruction_set", SETS)
+@pytest.mark.parametrize("from_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("to_dtype", [torch.float32, torch.bfloat16])
+def test_copy_rows(from_dtype: torch.dtype, to_dtype: torch.dtype, instruction_set: str) -> None:
+    for size in SIZES:
+        x, out = strided(5, size, dtype=from_dtype), strided(7, size, dtype=to_dtype, seed=1)
+        expected = out.clone()
+        rows, places = torch.tensor([4, 0, 2]), torch.tensor([1, 6, 0])
+        expected[places] = x[rows].to(to_dtype)
+        fused.copy_rows(x, out, rows, places, instruction_set)
+        assert torch.equal(out, expected)
+        whole = strided(5, size, dtype=to_dtype, seed=1)
+        beside = whole.as_strided((5, 6), (size + 6, 1), size)
+        fused.copy_rows(x, whole, instruction_set=instruction_set)
+        assert torch.equal(whole, x.to(to_dtype))
+        assert beside.isnan().all()
+
+
+@pytest.mark.parametrize("instruction_set", SETS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rms_norm(dtype: torch.dtype, instruction_set: str) -> None:
     for size in SIZES:

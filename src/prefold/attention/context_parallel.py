@@ -13,7 +13,7 @@ tokens that all ranks of a DCP group compute (attention.shared_decode).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -122,16 +122,16 @@ class ContextParallelAttention:
         plan, width = self._plan, self._format.width
         assert plan is not None
         assert q.shape[0] == plan.num_tokens, (q.shape, plan.num_tokens)
-        new_kv = self._encode(kv, plan)
-        cache = self._kv_cache[layer_idx][..., : new_kv.shape[1]]
         forms = KVForms.of(rows, self._compute_dtype, self._backend, self._workspace)
-        stored = PagedCache(cache[..., :width], self._format)
+        stored = PagedCache(self._kv_cache[layer_idx][..., :width], self._format)
         out = self._workspace.get("attention.out", (*q.shape[:2], forms.plain.out_dim), self._compute_dtype)
         if self._has_few_only:
-            self._write(cache, new_kv, plan.write_decode)
+            self._store(layer_idx, kv, plan.write_decode)
             if self._few is not None:
                 attend_own(self._few, stored, q, forms, self._scale, out, self._workspace)
-            return out, new_kv[:0]
+            return out, self._stored_rows(kv, 0)
+        new_kv = self._encode(kv, plan)
+        cache = self._kv_cache[layer_idx][..., : new_kv.shape[1]]
         reader = CacheReader(stored.rows, self._format, self._workspace)
         gather = self._groups["pcp"].start_all_gather(new_kv[: plan.gather_tokens])
         self._write(cache, new_kv[plan.num_prefill_tokens : plan.num_tokens], plan.write_decode)
@@ -170,18 +170,35 @@ class ContextParallelAttention:
     def _encode(self, kv: torch.Tensor, plan: StepPlan) -> torch.Tensor:
         """New KV as it is stored, with room for the rows that pad the gather. A layer whose rows lack the
         last part stores none of it."""
-        is_whole = kv.shape[1] == sum(one.dim for one in self._formats)
-        formats = self._formats if is_whole else self._formats[:-1]
-        rows = max(plan.gather_tokens, plan.num_tokens)
-        shape = (rows, sum(one.width for one in formats))
-        new_kv = self._workspace.get("attention.new_kv", shape, self._kv_cache.dtype)
-        dim = width = 0
-        for one in formats:
-            part, stored = kv[:, dim : dim + one.dim], new_kv[: plan.num_tokens, width : width + one.width]
+        new_kv = self._stored_rows(kv, max(plan.gather_tokens, plan.num_tokens))
+        for one, part, stored in self._parts(kv, new_kv[: plan.num_tokens]):
             one.encode(part, stored)
+        return new_kv
+
+    def _store(self, layer_idx: int, kv: torch.Tensor, copy: Rows) -> None:
+        """`_encode` and `_write` at once: rows of kv to slots of a layer's cache."""
+        cache = self._kv_cache[layer_idx].flatten(0, 1)
+        for one, part, stored in self._parts(kv, cache):
+            one.store(part, stored, copy.rows, copy.slots)
+
+    def _stored_rows(self, kv: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """A buffer for rows like those of kv."""
+        width = sum(one.width for one in self._formats_of(kv))
+        return self._workspace.get("attention.new_kv", (num_rows, width), self._kv_cache.dtype)
+
+    def _formats_of(self, kv: torch.Tensor) -> Sequence[RowFormat]:
+        is_whole = kv.shape[1] == sum(one.dim for one in self._formats)
+        return self._formats if is_whole else self._formats[:-1]
+
+    def _parts(
+        self, kv: torch.Tensor, stored: torch.Tensor
+    ) -> Iterator[tuple[RowFormat, torch.Tensor, torch.Tensor]]:
+        """Each part of rows: its format, as it is, and where it is stored."""
+        dim = width = 0
+        for one in self._formats_of(kv):
+            yield one, kv[:, dim : dim + one.dim], stored[:, width : width + one.width]
             dim, width = dim + one.dim, width + one.width
         assert dim == kv.shape[1], (dim, kv.shape)
-        return new_kv
 
     def _trips(
         self, plan: StepPlan, q: torch.Tensor, forms: KVForms, stored: PagedCache, reader: CacheReader

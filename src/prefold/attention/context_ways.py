@@ -126,7 +126,7 @@ class ContextWays:
         """The ways that this layout has: one without travelling queries, then, if there is, one with."""
         if self.dcp_size > 1:
             return KV, QUERY
-        return (LOCAL,) if self.has_windows or self.dsa else (LOCAL, SLICED)
+        return (LOCAL,) if self.pcp_size == 1 or self.has_windows or self.dsa else (LOCAL, SLICED)
 
     @property
     def unit(self) -> int:

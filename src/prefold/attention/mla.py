@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 
 from prefold.attention.backend import AttentionBackend, LatentRows
-from prefold.kernels import native
+from prefold.kernels import fused, native
 from prefold.kernels.rows import RowHeads
 from prefold.workspace import Workspace
 
@@ -68,7 +68,8 @@ class AbsorbedForm:
             return
         if native.can_multiply(q, self._w_uk, out):
             native.combine(q_nope.transpose(0, 1), self._w_uk, latent_q.transpose(0, 1))
-            out[..., mla.kv_lora_rank :].copy_(q[..., mla.qk_nope_head_dim :])
+            for one, latent_one in zip(q[..., mla.qk_nope_head_dim :], out[..., mla.kv_lora_rank :]):
+                fused.copy_rows(one, latent_one)
             return
         # Few queries: converting them is cheaper than converting the weight.
         rounded = q_nope.transpose(0, 1).to(self._w_uk.dtype)

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from prefold.config import GQAConfig, MLAConfig
-from prefold.kernels import fp8
+from prefold.kernels import fp8, fused
 from prefold.kv_spec import FP8, RowPart, row_parts
 from prefold.workspace import Workspace
 
@@ -41,6 +41,11 @@ class RowFormat(Protocol):
         """rows [n, dim], any float dtype -> out [n, width] of `dtype`; both may be parts of longer rows."""
         ...
 
+    def store(self, rows: torch.Tensor, out: torch.Tensor, chosen: torch.Tensor, slots: torch.Tensor) -> None:
+        """Encode the `chosen` ones of rows [n, dim] into the rows `slots` of out [num_slots, width]; both
+        int64, no slot twice."""
+        ...
+
     def decode(self, stored: torch.Tensor) -> torch.Tensor:
         """stored [n, width] -> rows [n, dim] in a float dtype; valid until the next call."""
         ...
@@ -58,6 +63,13 @@ class PlainFormat:
     def encode(self, rows: torch.Tensor, out: torch.Tensor) -> None:
         """See RowFormat.encode."""
         out.copy_(rows)
+
+    def store(self, rows: torch.Tensor, out: torch.Tensor, chosen: torch.Tensor, slots: torch.Tensor) -> None:
+        """See RowFormat.store."""
+        if fused.can_fuse(rows) and fused.can_fuse(out):
+            fused.copy_rows(rows, out, chosen, slots)
+        else:
+            out.index_copy_(0, slots, rows[chosen].to(self.dtype))
 
     def decode(self, stored: torch.Tensor) -> torch.Tensor:
         """The same tensor."""
@@ -80,6 +92,12 @@ class FP8Format:
             fp8.encode(self.fp8_rows, rows.float(), out)
         else:
             fp8.encode_with_torch(self.fp8_rows, rows, out)
+
+    def store(self, rows: torch.Tensor, out: torch.Tensor, chosen: torch.Tensor, slots: torch.Tensor) -> None:
+        """See RowFormat.store."""
+        stored = self._workspace.get(f"row_format.stored.{self.dim}", (len(rows), self.width), self.dtype)
+        self.encode(rows, stored)
+        out.index_copy_(0, slots, stored[chosen])
 
     def decode(self, stored: torch.Tensor) -> torch.Tensor:
         """See RowFormat.decode."""

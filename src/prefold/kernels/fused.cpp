@@ -33,6 +33,14 @@ struct RouteArguments {
     float scale;
 };
 
+struct CopyArguments {
+    int64_t num_rows, width, x_stride, out_stride;
+    const void* x;
+    const int64_t* from;
+    const int64_t* to;
+    void* out;
+};
+
 }  // namespace
 
 #define KERNEL_SOURCE "fused.inl"
@@ -65,6 +73,14 @@ void prefold_rotate(int set, int is_bfloat16, int64_t num_rows, int64_t num_head
 void prefold_gate(int set, int is_bfloat16, void* rows, int64_t stride, int64_t num_rows, int64_t width) {
     if (is_bfloat16) PREFOLD_DISPATCH(set, gate<uint16_t>(rows, stride, num_rows, width));
     else PREFOLD_DISPATCH(set, gate<float>(rows, stride, num_rows, width));
+}
+
+void prefold_copy_rows(int set, int from_bfloat16, int to_bfloat16, int64_t num_rows, int64_t width,
+                       const void* x, int64_t x_stride, const int64_t* from, void* out, int64_t out_stride,
+                       const int64_t* to) {
+    const CopyArguments a = {num_rows, width, x_stride, out_stride, x, from, to, out};
+    if (from_bfloat16) PREFOLD_DISPATCH(set, copy_rows<uint16_t>(a, to_bfloat16));
+    else PREFOLD_DISPATCH(set, copy_rows<float>(a, to_bfloat16));
 }
 
 void prefold_route(int set, int64_t num_rows, int64_t num_experts, int64_t top_k, int64_t num_groups,

@@ -146,6 +146,20 @@ static inline void add_row(float* row, const float* x, float factor, int64_t siz
     }
 }
 
+template <typename From, typename To> static inline void copy_rows_to(const CopyArguments& a) {
+    for_rows(a.num_rows, a.width, [&](int64_t i) {
+        const From* x = (const From*)a.x + (a.from ? a.from[i] : i) * a.x_stride;
+        To* out = (To*)a.out + (a.to ? a.to[i] : i) * a.out_stride;
+        for (int64_t at = 0; at < a.width; at += LANES)
+            store_first(out + at, load_first(x + at, a.width - at), a.width - at);
+    });
+}
+
+template <typename From> static inline void copy_rows(const CopyArguments& a, bool to_bfloat16) {
+    if (to_bfloat16) copy_rows_to<From, uint16_t>(a);
+    else copy_rows_to<From, float>(a);
+}
+
 static INLINE void scores_of(const RouteArguments& a, const float* logits, float* scores) {
     float most = logits[0];
     for (int64_t e = 1; e < a.num_experts; e++) most = std::max(most, logits[e]);

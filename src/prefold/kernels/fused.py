@@ -22,6 +22,7 @@ _rotate = library.declare(
     *(c_int, *[c_int64] * 3, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int),
 )
 _gate = library.declare("gate", c_int, c_void_p, *[c_int64] * 3)
+_copy_rows = library.declare("copy_rows", c_int, c_int, c_int64, c_int64, *(c_void_p, c_int64, c_void_p) * 2)
 _route = library.declare("route", *[c_int64] * 5, *[c_int] * 3, *[c_void_p] * 4, c_float)
 _experts = library.declare(
     "experts",
@@ -131,6 +132,40 @@ def gate_(gate_up: torch.Tensor, instruction_set: str | None = None) -> torch.Te
     is_bfloat16 = gate_up.dtype == torch.bfloat16
     _gate(instruction_set, is_bfloat16, gate_up.data_ptr(), gate_up.stride(0), num_rows, width)
     return gate_up[:, :width]
+
+
+def copy_rows(
+    x: torch.Tensor,
+    out: torch.Tensor,
+    rows: torch.Tensor | None = None,
+    places: torch.Tensor | None = None,
+    instruction_set: str | None = None,
+) -> None:
+    """out[places[i]] = x[rows[i]], rounded to out's dtype.
+
+    Args:
+        x, out: [n, width], float32 or bfloat16 each, rows may lie apart.
+        rows, places: [n] int64, contiguous; None: row i, place i. No place twice.
+    """
+    width, num_rows = x.shape[1], (x if rows is None else rows).shape[0]
+    assert out.shape[1] == width, (x.shape, out.shape)
+    assert x.stride(1) == out.stride(1) == 1 or width == 1
+    assert num_rows == (out if places is None else places).shape[0], (x.shape, out.shape)
+    assert rows is None or (rows.is_contiguous() and rows.dtype == torch.int64)
+    assert places is None or (places.is_contiguous() and places.dtype == torch.int64)
+    _copy_rows(
+        instruction_set,
+        x.dtype == torch.bfloat16,
+        out.dtype == torch.bfloat16,
+        num_rows,
+        width,
+        x.data_ptr(),
+        x.stride(0),
+        None if rows is None else rows.data_ptr(),
+        out.data_ptr(),
+        out.stride(0),
+        None if places is None else places.data_ptr(),
+    )
 
 
 def route(

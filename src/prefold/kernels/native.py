@@ -24,7 +24,8 @@ _multiply = library.declare("multiply", *(ctypes.c_void_p, ctypes.c_int64) * 3, 
 
 def can_multiply(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> bool:
     """Whether these kernels serve the tensors: built, on a CPU, and float32 by bfloat16."""
-    return x.dtype == out.dtype and serves(x.dtype, w.dtype, w.device.type)
+    dtypes = x.dtype == out.dtype == torch.float32 and w.dtype == torch.bfloat16
+    return dtypes and w.is_cpu and library.is_available()
 
 
 def serves(x: torch.dtype, w: torch.dtype, device: str) -> bool:

@@ -29,6 +29,7 @@ class Bands:
         self._starts = [0, *accumulate(heights)]
         assert self._starts[-1] * parameter.shape[-1] == parameter.numel()
         self._released: list[Band] | None = None
+        self._all: tuple[Band, ...] = (parameter.flatten(0, -2),)
 
     @property
     def is_released(self) -> bool:
@@ -41,20 +42,29 @@ class Bands:
             parameter.data = parameter.new_empty((0, parameter.shape[-1]))
             nothing: list[Band] = [parameter.data]
             self._released = nothing * (len(self._starts) - 1)
+            self._all = tuple(self._released)
 
     def put(self, index: int, band: Band) -> None:
         """Band `index`, after `release`."""
         assert self._released is not None
         assert band.shape[0] == self._starts[index + 1] - self._starts[index], (band.shape, index)
         self._released[index] = band
+        self._all = tuple(self._released)
 
     def take(self, first: int = 0, count: int | None = None) -> tuple[Band, ...]:
         """`count` bands from `first` on (default: to the last): one tensor as long as nothing is released."""
+        if first == 0 and count is None:
+            return self._all
         end = len(self._starts) - 1 if count is None else first + count
         if self._released is not None:
             return tuple(self._released[first:end])
         rows = self._parameter.flatten(0, -2)
         return (rows[self._starts[first] : self._starts[end]],)
+
+    @property
+    def num_rows(self) -> int:
+        """Of all bands."""
+        return self._starts[-1]
 
     @property
     def num_bytes(self) -> int:

@@ -12,7 +12,7 @@ from prefold.kernels import fused
 from prefold.layers.bands import Bands
 from prefold.layers.expert_parallel import ExpertParallel
 from prefold.layers.layer import Layer
-from prefold.layers.linear import Env, convert_from, gated_mlp, prepared_mlp, tiles, widens
+from prefold.layers.linear import Env, gated_mlp, prepared_mlp, tiles, widens
 from prefold.layers.weight import Weight, parameter
 
 AddRouted = Callable[[torch.Tensor], None]
@@ -54,7 +54,7 @@ class Experts(Layer):
             x: [n, hidden], rows may lie apart.
             weights, ids: [n, top_k] float32 and integers; an expert that is not held costs nothing.
         """
-        if x.shape[0] < convert_from(self.env) and x.dtype == torch.float32 and self._is_one_call:
+        if x.shape[0] < self.env.convert_from and x.dtype == torch.float32 and self._is_one_call:
             fused.experts_(out, x, weights, ids.long(), self.held.start, self.gate_up, self.down)
             return
         if widens(x, self.env) and self._is_one_call:

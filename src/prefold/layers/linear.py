@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -70,11 +71,17 @@ class Env:
     device: str
     experts: ExpertParallel | None = None
 
+    @cached_property
+    def convert_from(self) -> int:
+        """Rows from which a weight is converted as a whole."""
+        is_native = native.serves(self.compute_dtype, self.weight_dtype, self.device)
+        return CONVERT_ONCE_FROM if is_native else CONVERT_WEIGHT_FROM
+
 
 def prepared(bands: Sequence[Band], num_rows: int, name: str, env: Env) -> tuple[Band, ...]:
     """A weight in the dtype in which `num_rows` rows meet it best: bands that are floats as they are, or
     copies in buffers `name`."""
-    if env.weight_dtype == env.compute_dtype or num_rows < convert_from(env):
+    if env.weight_dtype == env.compute_dtype or num_rows < env.convert_from:
         return tuple(bands)
     return tuple(
         env.workspace.get(f"{name}.{i}", band.shape, env.compute_dtype).copy_(band)
@@ -82,12 +89,6 @@ def prepared(bands: Sequence[Band], num_rows: int, name: str, env: Env) -> tuple
         else band
         for i, band in enumerate(bands)
     )
-
-
-def convert_from(env: Env) -> int:
-    """Rows from which a weight is converted as a whole."""
-    is_native = native.serves(env.compute_dtype, env.weight_dtype, env.device)
-    return CONVERT_ONCE_FROM if is_native else CONVERT_WEIGHT_FROM
 
 
 def widens(x: torch.Tensor, env: Env) -> bool:
@@ -141,9 +142,8 @@ def _multiply_quantized(x: torch.Tensor, weight: QuantizedMatrix, out: torch.Ten
 
 def _multiply(x: torch.Tensor, bands: Bands, role: str, env: Env) -> torch.Tensor:
     """x @ weight.T in the buffer of `role`."""
-    weight = bands.take()
-    out = env.workspace.get(role, (x.shape[0], sum(band.shape[0] for band in weight)), x.dtype)
-    return multiply(x, prepared(weight, x.shape[0], "linear.weight", env), out, env)
+    out = env.workspace.get(role, (x.shape[0], bands.num_rows), x.dtype)
+    return multiply(x, prepared(bands.take(), x.shape[0], "linear.weight", env), out, env)
 
 
 class Linear(Layer):

@@ -66,7 +66,7 @@ class MLAttention(Layer):
         """x [T, hidden], normed -> [T, hidden]."""
         mla, num_tokens = self.mla, x.shape[0]
         a = self.a_proj(x)
-        q_a, new_kv = a.split([self.q_lora_rank, mla.token_dim], dim=-1)
+        q_a, new_kv = a[:, : self.q_lora_rank], a[:, self.q_lora_rank :]
         kv = self.env.workspace.get("attn.kv", (num_tokens, self.new_dim), x.dtype)
         self.kv_a_norm(new_kv[:, : mla.kv_lora_rank], out=kv[:, : mla.kv_lora_rank])
         k_pe = kv[:, None, mla.kv_lora_rank : mla.token_dim]

@@ -63,7 +63,7 @@ class GQAttention(Layer):
         """x [T, hidden], normed -> [T, hidden]."""
         qkv = self.qkv_proj(x)
         heads = qkv.view(len(x), self.num_heads + 2 * self.num_kv_heads, self.head_dim)
-        q, k, _ = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+        q, k = heads[:, : self.num_heads], heads[:, self.num_heads : self.num_heads + self.num_kv_heads]
         if self.q_norm is not None and self.k_norm is not None:
             self.q_norm(q, out=q)
             self.k_norm(k, out=k)

@@ -110,7 +110,8 @@ class PCPManager:
     ) -> torch.Tensor:
         """The step's last collective: decode KV to other replicas, wanted hidden rows to PCP place 0.
 
-        A step without decode tokens to send and wanted rows (a prompt's non-final chunk) moves nothing.
+        A step without decode tokens to send moves nothing if all wanted rows are on place 0, or if there are
+        none (a prompt's non-final chunk).
 
         Args:
             hidden: [num_local_tokens, hidden_size], this rank's.
@@ -120,9 +121,13 @@ class PCPManager:
             [len(wanted), hidden_size] in the order of `wanted`; on other places than 0 undefined.
         """
         rank_of, index_of = locate_tokens(parts, batch.query_start_loc, wanted)
-        layout = ExchangeLayout.of(plan.sent_decode, rank_of, self._kv_cache, hidden)
         restored = self._workspace.get("pcp.restored", (len(wanted), hidden.shape[1]), hidden.dtype)
         own = self.group.rank
+        if not plan.sent_decode.any() and not rank_of.any():
+            if own == 0:
+                torch.index_select(hidden, 0, torch.from_numpy(index_of).to(hidden.device), out=restored)
+            return restored
+        layout = ExchangeLayout.of(plan.sent_decode, rank_of, self._kv_cache, hidden)
         cache = self._kv_cache.flatten(1, 2)
         buffer = self._workspace.get("pcp.exchange", (layout.num_bytes,), torch.uint8)
         kv, rows = layout.views(buffer, own)
