@@ -128,15 +128,20 @@ template <typename T>
 static INLINE void find_rows(const RowsArguments& a, Scratch<T>& scratch, int64_t first, int64_t present,
                              int64_t kv_head, int64_t, int64_t, Direct<T>& direct) {
     const int64_t key = kv_head * a.key_step, value = a.value_offset + kv_head * a.value_step;
-    const int64_t key_head = key / a.head_dim, value_head = value / a.head_dim;
+    uint8_t exponents[2][TILE_ROWS];
+    const int64_t key_head = a.num_scaled + key / a.head_dim, value_head = a.num_scaled + value / a.head_dim;
     for (int64_t j = 0; j < TILE_ROWS; j++) {
         const T* row = scratch.rows[first + std::min(j, present - 1)];
         direct.keys[j] = row + key;
         direct.values[j] = row + value;
         if constexpr (sizeof(T) == 1) {
-            direct.key_factors[j] = code_factor(row[a.num_scaled + key_head]);
-            direct.value_factors[j] = code_factor(row[a.num_scaled + value_head]);
+            exponents[0][j] = row[key_head];
+            exponents[1][j] = row[value_head];
         }
+    }
+    if constexpr (sizeof(T) == 1) {
+        code_factors(exponents[0], direct.key_factors);
+        code_factors(exponents[1], direct.value_factors);
     }
 }
 

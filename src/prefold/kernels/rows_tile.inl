@@ -13,13 +13,16 @@ struct Ahead {
     int64_t row, line;  // the next one
 
     INLINE void fetch() {
-        for (int64_t i = 0; i < portion && row < TILE_ROWS; i++) {
-            __builtin_prefetch(rows[row] + 64 * line, 0, 2);
-            if (++line == num_lines) {
-                line = 0;
-                row++;
+        int64_t at = row, next = line;  // not written to memory each time
+        for (int64_t i = 0; i < portion && at < TILE_ROWS; i++) {
+            __builtin_prefetch(rows[at] + 64 * next, 0, 2);
+            if (++next == num_lines) {
+                next = 0;
+                at++;
             }
         }
+        row = at;
+        line = next;
     }
 };
 
@@ -55,7 +58,9 @@ static INLINE void score_rows(const float* q, int64_t width, int64_t count, Ahea
                               const Load& load_row) {
     constexpr int K = LANES / R;
     for (int64_t j = 0; j < count; j += K) {
-        Floats products[LANES] = {};
+        Floats products[LANES];
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++) products[i] = Floats{};
         ahead.fetch();
         for (int64_t e = 0; e < width; e += PAIR) {
             Floats rows[K][2];
@@ -174,10 +179,15 @@ static INLINE void attend_group(const HeadsState& s, int64_t head, const Tile<T>
     for (; e < s.v_width; e += LANES) add(std::integral_constant<int, 1>(), e);
 }
 
+// factors[j] for the R scores of row j.
 template <int R> static INLINE void scale_rows(float* scores, const float* factors, int64_t count) {
-    for (int64_t j = 0; j < count; j++)
-#pragma GCC unroll 8
-        for (int i = 0; i < R; i++) scores[j * R + i] *= factors[j];
+    constexpr int K = LANES / R;  // rows of a vector
+    Ints row;
+    for (int i = 0; i < LANES; i++) row[i] = i / R;
+    for (int64_t j = 0; j < count; j += K) {
+        const Floats some = load(factors + j / LANES * LANES);
+        store(scores + j * R, load(scores + j * R) * __builtin_shuffle(some, row + (int)(j % LANES)));
+    }
 }
 
 // The same with rows as they are stored.

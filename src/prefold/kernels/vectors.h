@@ -109,14 +109,34 @@ static INLINE void transpose(Floats* rows) {
     }
 }
 
+// Of a, and of b in lanes whose number has the bit HALF.
+template <int HALF>
+static INLINE Floats blend(Floats a, Floats b) {
+#if PREFOLD_LANES == 16
+    // GCC 12 would shuffle halves, which only one port does.
+    return _mm512_mask_blend_ps(HALF == 8 ? 0xff00 : HALF == 4 ? 0xf0f0 : HALF == 2 ? 0xcccc : 0xaaaa, a, b);
+#else
+    Ints from;
+    for (int i = 0; i < LANES; i++) from[i] = (i & HALF ? LANES : 0) + i;
+    return __builtin_shuffle(a, b, from);
+#endif
+}
+
+// Sums of lanes that differ in the bit HALF: of a where it is 0, of b where it is 1.
+template <int HALF>
+static INLINE Floats add_halves(Floats a, Floats b) {
+    Ints moves;
+    for (int i = 0; i < LANES; i++) moves[i] = (i & HALF ? LANES : 0) + (i ^ HALF);
+    return blend<HALF>(a, b) + __builtin_shuffle(a, b, moves);
+}
+
 // The sum of each of LANES vectors, in its lane. All are summed in the same order.
+template <int HALF = LANES / 2>
 static INLINE Floats sums(Floats* vectors) {
-#pragma GCC unroll 4
-    for (int half = LANES / 2; half > 0; half /= 2)
 #pragma GCC unroll 8
-        for (int i = 0; i < half; i++)
-            vectors[i] = zip_low(vectors[i], vectors[i + half]) + zip_high(vectors[i], vectors[i + half]);
-    return vectors[0];
+    for (int i = 0; i < HALF; i++) vectors[i] = add_halves<HALF>(vectors[i], vectors[i + HALF]);
+    if constexpr (HALF > 1) return sums<HALF / 2>(vectors);
+    else return vectors[0];
 }
 
 // Whether any lane of a comparison is true.
