@@ -175,17 +175,35 @@ static INLINE void load_e4m3(const uint8_t* from, Floats (&values)[2]) {
 // Decoders hand vectors to sink(c, i, values), one after the other: values of columns c + i on, counted from
 // the first one decoded.
 struct Stores {
-    static constexpr bool KEEPS_SIGNS_OF_ZEROS = true;
+    static constexpr bool KEEPS_SIGNS_OF_ZEROS = true, TAKES_ALL_FORMATS = true;
     float* out;
     INLINE void operator()(int64_t c, int i, Floats values) { store(out + c + i, values); }
 };
 
-// Products with one row of x. Two sums, because the next addition to one has to wait for the last.
+// Products with R rows of x, whose vectors lie side by side: at [c * R] those of column c on. Two sums per row,
+// because the next addition to one has to wait for the last.
+template <int R>
 struct Products {
-    static constexpr bool KEEPS_SIGNS_OF_ZEROS = false;
+    static constexpr bool KEEPS_SIGNS_OF_ZEROS = false, TAKES_ALL_FORMATS = R == 1;  // see rows_together
     const float* x;
-    Floats sums[2];  // of vectors with even, and with odd numbers
-    INLINE void operator()(int64_t c, int i, Floats values) { sums[i / LANES % 2] += load(x + c + i) * values; }
+    Floats sums[2][R];  // of vectors with even, and with odd numbers
+
+    Products() = default;
+    Products(const Products& other) { *this = other; }
+    // GCC 12 would copy bytes on the stack.
+    INLINE Products& operator=(const Products& other) {
+        x = other.x;
+#pragma GCC unroll 2
+        for (int odd = 0; odd < 2; odd++)
+#pragma GCC unroll 8
+            for (int row = 0; row < R; row++) sums[odd][row] = other.sums[odd][row];
+        return *this;
+    }
+    INLINE void operator()(int64_t c, int i, Floats values) {
+        const float* at = x + (c + i) * R;
+#pragma GCC unroll 8
+        for (int row = 0; row < R; row++) sums[i / LANES % 2][row] += load(at + row * LANES) * values;
+    }
 };
 
 enum Rounding { NONE, NEAREST, TO_EVEN };
@@ -198,6 +216,7 @@ static INLINE void fp8_block(const uint8_t* at, int64_t count, float scale, int6
     auto decode = [&](const uint8_t* codes, int64_t c) __attribute__((always_inline)) {
         Floats values[2];
         load_e4m3(codes, values);
+#pragma GCC unroll 2
         for (int i = 0; i < 2; i++) {
             const Floats scaled = values[i] * scale;
             const Ints nearest = ((Ints)scaled + 0x8000) & (int32_t)0xffff0000;
@@ -253,6 +272,7 @@ static INLINE void q8_0(const Prepared& m, int64_t row, int64_t from, int64_t to
     for (int64_t c = from; c < to; c += 32, at += 34) {
         __builtin_prefetch(at + m.ahead);
         const float scale = half_of_eight(at);
+#pragma GCC unroll 8
         for (int i = 0; i < 32; i += LANES)
             sink(c - from, i,
                  rounded_quickly<Sink, ROUND, true>(to_floats(load_signed((const int8_t*)at + 2 + i)) * scale));
