@@ -16,7 +16,7 @@ constexpr int64_t BLOCK_KEYS = (HAS_TILES ? 12 : 8) * PANEL;  // keys whose scor
 constexpr int64_t VALUE_WORDS = HAS_TILES ? BLOCK_KEYS / 2 : 96;
 constexpr int64_t WORTH_A_THREAD = 200000;    // multiplications that take as long as waking one
 constexpr float LOWEST = -3e38f;              // the reference of a row that has seen nothing
-constexpr float RISE = 20.0f;                 // how far above it a score may lie
+constexpr float MOST = 1e9f;                  // the sum of a row's exponentials, or its reference has to rise
 constexpr float LOG2_E = 1.44269504f;
 
 // Keys [start, end) of a block.
@@ -214,10 +214,8 @@ private:
             m.num_keys = std::min(a.num_keys - m.first_key, BLOCK_KEYS);
             look(m);
             if (m.seen.is_empty()) continue;
-            scores(m, h);
-            for (int64_t g = 0; g < m.num_groups; g++)
-                for (int64_t r = m.groups[g].first; r < m.groups[g].first + m.groups[g].count; r++)
-                    exponentials(m, h, r, m.groups[g].seen);
+            scores(m, h, m.groups, m.groups + m.num_groups);
+            for (int64_t g = 0; g < m.num_groups; g++) exponentials(m, h, m.groups[g]);
             sums(m, h);
         }
     }
@@ -228,7 +226,7 @@ private:
         const int64_t start = a.unseen ? a.unseen[token] - m.first_key : 0;
         const Range range = Range{std::max<int64_t>(start, 0), std::max<int64_t>(end, 0)}.part(0, m.num_keys);
         if (!a.selected || range.is_empty()) return range;
-        const uint64_t* words = selected(m, token);
+        const uint64_t* words = selected(m, row - m.first_row);
         Range found = {0, 0};
         for (int64_t i = 0; i * 64 < m.num_keys; i++)
             if (words[i])
@@ -236,9 +234,10 @@ private:
         return range.part(found.start, found.end);
     }
 
-    // Bits of the keys from m.first_key on, of which there is a multiple of 64 before.
-    INLINE const uint64_t* selected(const Meeting& m, int64_t token) const {
+    // Bits of the keys from m.first_key on, of which there is a multiple of 64 before, for row r of the block.
+    INLINE const uint64_t* selected(const Meeting& m, int64_t r) const {
         static_assert(BLOCK_KEYS % 64 == 0 && 64 % (2 * LANES) == 0);
+        const int64_t token = (m.first_row + r) / a.rows_per_token;
         return a.selected + token * a.selected_stride + m.first_key / 64;
     }
 
@@ -259,14 +258,14 @@ private:
         }
     }
 
-    // Products of q and keys, panel by panel.
-    void scores(const Meeting& m, const DenseHead& h) const {
+    // Products of q and keys, panel by panel, for some of the groups.
+    void scores(const Meeting& m, const DenseHead& h, const RowGroup* groups, const RowGroup* end) const {
         const Range panels = m.seen.widened(PANEL);
         for (int64_t first = panels.start; first < panels.end; first += PANEL)
             for (int64_t d = 0; d < words; d += depth) {
                 const float* panel = h.keys + (m.first_key + first) * words + d * PANEL;
-                for (int64_t g = 0; g < m.num_groups; g++) {
-                    const RowGroup& group = m.groups[g];
+                for (const RowGroup* at = groups; at < end; at++) {
+                    const RowGroup& group = *at;
                     if (group.seen.part(first, first + PANEL).is_empty()) continue;
                     const int64_t r = group.first;
                     float* out = m.scores + r * BLOCK_KEYS + first;
@@ -299,48 +298,89 @@ private:
             for (int c = 0; c < VECTORS; c++) store(scores + i * BLOCK_KEYS + c * LANES, products[i][c]);
     }
 
-    // Scores of row r -> words of exp(score - reference), 0 for what others of its group see.
-    void exponentials(const Meeting& m, const DenseHead& h, int64_t r, Range group) const {
-        float* scores = m.scores + r * BLOCK_KEYS;
-        const Range whole = group.widened(STEP * LANES), row = m.rows[r];
-        const float hidden = -std::numeric_limits<float>::infinity(), scale = *a.scale;
-        // A row that sees nothing may lie outside.
-        std::fill(scores + whole.start, scores + std::clamp(row.start, whole.start, whole.end), hidden);
-        std::fill(scores + std::clamp(row.end, whole.start, whole.end), scores + whole.end, hidden);
-        if (a.selected) hide_unselected(m, r, whole);
-        Floats most = splat(LOWEST);
-        for (int64_t at = whole.start; at < whole.end; at += LANES) most = maximum(load(scores + at), most);
-        const float top = join(most, maximum);
-        keep_reference(h, r, top == LOWEST ? top : top * scale);
-        const Floats subtracted = splat(h.references[r]), ones = to_pairs<PAIRS>(splat(1.0f), splat(1.0f));
-        Floats all = {};
-        for (int64_t at = whole.start; at < whole.end; at += STEP * LANES) {
+    // Scores of a group -> words of exp(score - reference), 0 for what only others of it see. Whether references
+    // are high enough shows afterwards, in the sums: hardly ever are scores made anew, to find their maximum.
+    void exponentials(const Meeting& m, const DenseHead& h, const RowGroup& group) const {
+        bool is_done = true;
+        for (int64_t r = group.first; r < group.first + group.count; r++) {
+            hide(m, group, r);
+            is_done &= h.references[r] != LOWEST;
+        }
+        float sums[ROWS];
+        if (is_done && !(is_done = try_exponentials(m, h, group, sums))) {
+            scores(m, h, &group, &group + 1);
+            for (int64_t r = group.first; r < group.first + group.count; r++) hide(m, group, r);
+        }
+        if (!is_done) {
+            for (int64_t r = group.first; r < group.first + group.count; r++) raise_reference(m, h, group, r);
+            try_exponentials(m, h, group, sums);
+        }
+        for (int64_t i = 0; i < group.count; i++) h.sums[group.first + i] += sums[i];
+    }
+
+    // Whether the sums are below MOST.
+    bool try_exponentials(const Meeting& m, const DenseHead& h, const RowGroup& group, float* sums) const {
+        bool fits = true;
+        for (int64_t i = 0; i < group.count; i++) {
+            const int64_t r = group.first + i;
+            float* scores = m.scores + r * BLOCK_KEYS;
+            const Range keys = group.seen.widened(STEP * LANES);
+            sums[i] = a.selected ? exponentials_of_row<true>(scores, keys, h.references[r], selected(m, r))
+                                 : exponentials_of_row<false>(scores, keys, h.references[r], nullptr);
+            fits &= sums[i] <= MOST;
+        }
+        return fits;
+    }
+
+    template <bool SELECTED>
+    float exponentials_of_row(float* scores, Range keys, float reference, const uint64_t* words) const {
+        const Floats scale = splat(*a.scale), subtracted = splat(reference);
+        const Floats ones = to_pairs<PAIRS>(splat(1.0f), splat(1.0f));
+        const auto exponential = [&](int64_t at) __attribute__((always_inline)) {
             // Subtracted first, which is nearly exact: the product's rounding does not grow with the scores.
-            Floats p = exp2<PAIRS>((load(scores + at) * scale - subtracted) * LOG2_E);
+            Floats x = (load(scores + at) * scale - subtracted) * LOG2_E;
+            if constexpr (LANES < 16) x = -maximum(-x, splat(-128.0f));  // 2^128 is infinite
+            const Floats p = exp2<PAIRS>(x);
+            if constexpr (SELECTED) return choose(words[at / 64] >> at % 64, p, Floats{});
+            return p;
+        };
+        Floats all = {};
+        for (int64_t at = keys.start; at < keys.end; at += STEP * LANES) {
+            Floats p = exponential(at);
             if constexpr (PAIRS) {
-                const Floats next = exp2<PAIRS>((load(scores + at + LANES) * scale - subtracted) * LOG2_E);
-                p = to_pairs<PAIRS>(p, next);
+                p = to_pairs<PAIRS>(p, exponential(at + LANES));
                 all = multiply_add<PAIRS>(all, p, ones);  // what is summed is what values are multiplied with
             } else {
                 all += p;
             }
             store(scores + at / STEP, p);
         }
-        h.sums[r] += join(all, [](Floats x, Floats y) { return x + y; });
+        return join(all, [](Floats x, Floats y) { return x + y; });
     }
 
-    void hide_unselected(const Meeting& m, int64_t r, Range keys) const {
-        const uint64_t* words = selected(m, (m.first_row + r) / a.rows_per_token);
-        const Floats hidden = splat(-std::numeric_limits<float>::infinity());
+    // What row r does not see, though others of its group do; it may see nothing.
+    void hide(const Meeting& m, const RowGroup& group, int64_t r) const {
+        const Range whole = group.seen.widened(STEP * LANES), row = m.rows[r];
+        if (row.start <= whole.start && row.end >= whole.end) return;
         float* scores = m.scores + r * BLOCK_KEYS;
-        for (int64_t at = keys.start; at < keys.end; at += LANES)
-            store(scores + at, choose(words[at / 64] >> at % 64, load(scores + at), hidden));
+        const float hidden = -std::numeric_limits<float>::infinity();
+        std::fill(scores + whole.start, scores + std::clamp(row.start, whole.start, whole.end), hidden);
+        std::fill(scores + std::clamp(row.end, whole.start, whole.end), scores + whole.end, hidden);
     }
 
-    // `top`: the highest score that is to come.
-    void keep_reference(const DenseHead& h, int64_t r, float top) const {
-        float& reference = h.references[r];
-        if (top <= reference + RISE && reference != LOWEST) return;
+    // To the highest score that is to come, if it is above: sums are rescaled.
+    void raise_reference(const Meeting& m, const DenseHead& h, const RowGroup& group, int64_t r) const {
+        const Range whole = group.seen.widened(STEP * LANES);
+        const uint64_t* words = a.selected ? selected(m, r) : nullptr;
+        Floats most = splat(LOWEST);
+        for (int64_t at = whole.start; at < whole.end; at += LANES) {
+            Floats scores = load(m.scores + r * BLOCK_KEYS + at);
+            if (words) scores = choose(words[at / 64] >> at % 64, scores, splat(LOWEST));
+            most = maximum(scores, most);
+        }
+        float top = join(most, maximum), &reference = h.references[r];
+        if (top != LOWEST) top *= *a.scale;
+        if (top <= reference) return;
         if (reference != LOWEST) {
             const float factor = exp2(splat((reference - top) * LOG2_E))[0];
             h.sums[r] *= factor;

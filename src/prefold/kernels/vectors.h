@@ -164,15 +164,19 @@ static INLINE float total(Floats floats) {
     return value;
 }
 
-// All lanes' values as one.
-template <typename Operation>
+// Lane i takes what is `by` lanes further on. A list of constants, because GCC 12 may put together at run
+// time what a loop would fill.
+template <int by, int... lane>
+static INLINE Floats rotate(Floats floats, std::integer_sequence<int, lane...>) {
+    const Ints from = {(lane + by) % LANES...};
+    return __builtin_shuffle(floats, from);
+}
+
+// All lanes' values as one: those of both halves, then of both halves of what comes out, and so on.
+template <int half = LANES / 2, typename Operation>
 static INLINE float join(Floats floats, Operation operation) {
-#pragma GCC unroll 4
-    for (int half = LANES / 2; half > 0; half /= 2) {
-        Ints from;
-        for (int i = 0; i < LANES; i++) from[i] = (i + half) % LANES;
-        floats = operation(floats, __builtin_shuffle(floats, from));
-    }
+    floats = operation(floats, rotate<half>(floats, std::make_integer_sequence<int, LANES>()));
+    if constexpr (half > 1) return join<half / 2>(floats, operation);
     return floats[0];
 }
 
