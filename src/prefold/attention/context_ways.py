@@ -250,11 +250,13 @@ class ContextWays:
         assert dsa is not None
         num_own_keys, num_parts = -(-num_keys // size), size // self.unit
         cost = self._select(of_unit, own, num_own_keys)
-        cost += self._attend_selected(of_unit, num_own_keys, num_parts * self.num_heads) / size
+        pairs = of_unit * np.minimum(num_own_keys, dsa.index_topk) // size
+        cost += selected_cost(self._mla, num_parts * self.num_heads, 0 * pairs, pairs)
+        cost += of_unit * self.num_heads * attention.projection_size  # every rank absorbs all of them
         candidates = size * np.minimum(num_own_keys, dsa.index_topk)
         cost += self._share * of_unit * candidates * PER_CANDIDATE
         index_bytes = self._share * dsa.num_heads * (dsa.head_dim + 1) * 4
-        cost += of_unit * (self.num_heads * attention.qk_head_dim * 4 + index_bytes) * PER_GATHERED_BYTE
+        cost += of_unit * (self.num_heads * attention.qk_head_dim * 4 + index_bytes) * PER_QUERY_BYTE
         back = own * self.unit * (attention.v_head_dim + 1)
         between_heads = of_unit * (num_parts - 1) * (sum(attention.absorbed_dims) + 1)
         cost += (back + between_heads) * self.num_heads * RESULT_BYTES * PER_QUERY_BYTE
