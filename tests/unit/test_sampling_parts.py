@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefold.sampling.filters import filter_thresholds
+from prefold.sampling.largest import first_largest, largest_values, sorted_values
 from prefold.sampling.logprobs import compute_logprobs
 from prefold.sampling.random_draw import draw_key, exponential_noise, race
 
@@ -161,3 +162,25 @@ def test_prompt_logprobs_of_many_positions(vocab_size):
     assert [e.token_ids for e in compute_logprobs(logits, ids, 4, 7 * vocab_size)] == [
         e.token_ids for e in whole
     ]
+
+
+# --- the largest of a row ---------------------------------------------------------------------------
+
+
+def test_largest_values_are_those_of_a_sort():
+    """All counts of several vocabularies, with ties, -inf and vocabularies that no group size divides."""
+    for vocab_size in (1, 2, 7, 64, 97, 331):
+        logits = torch.randint(
+            -40, 40, (3, vocab_size), generator=torch.Generator().manual_seed(vocab_size)
+        ).float()
+        logits[1, ::2] = -torch.inf
+        want = logits.sort(dim=-1, descending=True).values
+        assert torch.equal(sorted_values(logits), want)
+        assert torch.equal(first_largest(logits), logits.argmax(dim=-1))
+        for count in range(1, vocab_size + 1):
+            assert torch.equal(largest_values(logits, count), want[:, :count]), (vocab_size, count)
+
+
+def test_a_row_with_nan_says_where():
+    logits = torch.tensor([[1.0, torch.nan, 3.0], [2.0, 5.0, 5.0]])
+    assert first_largest(logits).tolist() == [1, 1]

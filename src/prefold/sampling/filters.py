@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from prefold.sampling.largest import largest_values, sorted_values
+
 TOP_P_CANDIDATES = 512
 """top_p looks at that many of the likeliest tokens first and sorts the vocabulary only if it must."""
 
@@ -40,12 +42,14 @@ def filter_thresholds(
         needed = max(needed, min(num_candidates, vocab_size))
     if needed == 0:
         return threshold
-    candidates = logits.topk(needed, dim=-1).values  # [n, needed], descending
+    candidates = largest_values(logits, needed)
     kth = candidates.gather(1, (top_k.clamp(1, needed) - 1)[:, None])[:, 0]
     threshold = torch.where(limited, torch.maximum(threshold, kth), threshold)
     if nucleus.any():
         rows = nucleus.nonzero()[:, 0]
-        threshold[rows] = _nucleus_thresholds(logits[rows], candidates[rows], threshold[rows], top_p[rows])
+        threshold[rows] = _nucleus_thresholds(
+            logits.index_select(0, rows), candidates[rows], threshold[rows], top_p[rows]
+        )
     return threshold
 
 
@@ -53,17 +57,31 @@ def _nucleus_thresholds(
     logits: torch.Tensor, candidates: torch.Tensor, threshold: torch.Tensor, top_p: torch.Tensor
 ) -> torch.Tensor:
     """`threshold` raised to the last token of the smallest set that reaches `top_p` of the mass kept."""
-    weights = torch.where(logits >= threshold[:, None], logits.exp(), 0.0)
-    target = top_p * weights.sum(dim=-1, dtype=torch.float64)
-    mass = torch.where(candidates >= threshold[:, None], candidates.exp(), 0.0).cumsum(1, dtype=torch.float64)
-    last = torch.searchsorted(mass, target[:, None])[:, 0]  # first index whose mass reaches the target
-    num_candidates = candidates.shape[1]
-    raised = candidates.gather(1, last.clamp(max=num_candidates - 1)[:, None])[:, 0]
-    raised = torch.maximum(threshold, raised)
+    target = top_p * _weights(logits, threshold).sum(dim=-1, dtype=torch.float64)
+    raised, is_reached = _raise_to_mass(candidates, threshold, target)
     # Not reached although more tokens follow: only the whole vocabulary can tell.
-    short = (last == num_candidates) & (candidates[:, -1] >= threshold) & (num_candidates < logits.shape[1])
+    short = ~is_reached & (candidates[:, -1] >= threshold) & (candidates.shape[1] < logits.shape[1])
     rows = short.nonzero()[:, 0]
     if len(rows):
-        everything = logits[rows].sort(dim=-1, descending=True).values
-        raised[rows] = _nucleus_thresholds(logits[rows], everything, threshold[rows], top_p[rows])
+        everything = sorted_values(logits.index_select(0, rows))
+        raised[rows], _ = _raise_to_mass(everything, threshold[rows], target[rows])
     return raised
+
+
+def _weights(logits: torch.Tensor, threshold: torch.Tensor) -> torch.Tensor:
+    """Unnormalised probabilities; 0 below the threshold [n]."""
+    weights = logits.exp()
+    if bool((threshold > -torch.inf).any()):
+        weights.masked_fill_(logits < threshold[:, None], 0.0)
+    return weights
+
+
+def _raise_to_mass(
+    values: torch.Tensor, threshold: torch.Tensor, target: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(`threshold` raised to the first of the descending logits `values` [n, m] at which their mass reaches
+    `target`, or to the last one; whether it does)."""
+    mass = _weights(values, threshold).cumsum(1, dtype=torch.float64)
+    last = torch.searchsorted(mass, target[:, None])[:, 0]  # first index whose mass reaches the target
+    raised = values.gather(1, last.clamp(max=values.shape[1] - 1)[:, None])[:, 0]
+    return torch.maximum(threshold, raised), last < values.shape[1]

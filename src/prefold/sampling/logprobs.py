@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from prefold.sampling.largest import counts_above
 from prefold.step import TokenLogprobs
 
 CHUNK_ELEMENTS = 1 << 22
@@ -36,8 +37,9 @@ def compute_logprobs(
 def _chunk_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_logprobs: int) -> list[TokenLogprobs]:
     log_sum = logits.logsumexp(dim=-1, keepdim=True)
     chosen = logits.gather(1, token_ids[:, None])
-    before = torch.arange(logits.shape[1], device=logits.device) < token_ids[:, None]
-    ranks = 1 + (logits > chosen).sum(dim=-1) + ((logits == chosen) & before).sum(dim=-1)
+    ranks = 1 + counts_above(logits, chosen[:, 0])
+    for row, token_id in enumerate(token_ids.tolist()):
+        ranks[row] += torch.count_nonzero(logits[row, :token_id] == chosen[row])
     top_ids = _top_tokens(logits, min(num_logprobs, logits.shape[1]))
     all_ids = torch.cat([token_ids[:, None], top_ids], dim=1)
     logprobs = logits.gather(1, all_ids) - log_sum

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 
 import torch
 
+from prefold.sampling.largest import counts_above, first_largest
+
 _MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
@@ -62,12 +64,12 @@ def race(logits: torch.Tensor, seeds: Sequence[int], steps: Sequence[int]) -> to
     """
     keys = [draw_key(seed, step) for seed, step in zip(seeds, steps, strict=True)]
     key = torch.tensor(keys, dtype=torch.int64, device=logits.device)
-    kept = logits > -torch.inf
-    if int(kept.sum()) * 8 < logits.numel():  # after a filter few tokens are left: only those need noise
-        rows, token_ids = torch.nonzero(kept, as_tuple=True)
+    num_kept = int(counts_above(logits, torch.full((len(logits),), -torch.inf, device=logits.device)).sum())
+    if num_kept * 8 < logits.numel():  # after a filter few tokens are left: only those need noise
+        rows, token_ids = torch.nonzero(logits > -torch.inf, as_tuple=True)
         noise = exponential_noise(key[rows], token_ids)
         logits[rows, token_ids] -= noise.log_()
     else:
         noise = exponential_noise(key[:, None], torch.arange(logits.shape[1], device=logits.device))
         logits -= noise.log_()
-    return logits.argmax(dim=-1)
+    return first_largest(logits)

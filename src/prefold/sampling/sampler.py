@@ -10,6 +10,7 @@ import torch
 
 from prefold.request import SamplingParams
 from prefold.sampling.filters import filter_thresholds
+from prefold.sampling.largest import first_largest
 from prefold.sampling.logprobs import compute_logprobs
 from prefold.sampling.random_draw import race
 from prefold.step import TokenLogprobs
@@ -90,16 +91,17 @@ class Sampler:
             return SamplerOutput(torch.empty(0, dtype=torch.int64, device=logits.device), [])
         raw = logits
         if _needs_processing(metadata):
-            _check_finite(logits, logits.argmax(dim=-1), metadata)
+            _check_finite(logits, first_largest(logits), metadata)
             logits = raw.clone()
             apply_processors(logits, metadata)
-        token_ids = logits.argmax(dim=-1)  # documented to return the first of equal maxima
+        token_ids = first_largest(logits)
         _check_finite(logits, token_ids, metadata)
         random_rows = [row for row, p in enumerate(metadata.params) if not p.is_greedy]
         rows_per_chunk = max(1, DRAW_ELEMENTS // self.vocab_size)
         for start in range(0, len(random_rows), rows_per_chunk):
             rows = random_rows[start : start + rows_per_chunk]
-            token_ids[rows] = _draw(logits[rows], token_ids[rows], rows, metadata)
+            some = logits.index_select(0, torch.tensor(rows, device=logits.device))  # copies rows as they are
+            token_ids[rows] = _draw(some, token_ids[rows], rows, metadata)
         return SamplerOutput(token_ids, _row_logprobs(raw, token_ids, metadata))
 
 
