@@ -323,6 +323,8 @@ class RuntimeConfig:
         debug_poison: fill unused KV and reused buffers with NaN (tests).
         context_attention: how prefill rows attend to cached context: "auto" (by cost), or one way
             forced where it is possible: "local", "sliced", "query" or "kv" (attention.context_ways).
+        share_projections: PCP ranks share the up-projected keys and values of new tokens: "on", "off" or
+            "auto" (attention.context_ways).
         check_step_plans: ranks compare a hash of each step's plan.
         trace: file for a trace of all steps (tracing); empty: none.
         weight_memory: "expanded", or "quantized": quantised weights stay as they are stored.
@@ -338,6 +340,7 @@ class RuntimeConfig:
     min_split_tokens: int = 0
     debug_poison: bool = False
     context_attention: str = "auto"
+    share_projections: str = "auto"
     check_step_plans: bool = True
     trace: str = ""
     weight_memory: str = "expanded"

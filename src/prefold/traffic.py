@@ -145,6 +145,17 @@ def shared_decode_bytes(num_tokens: int, num_heads: int, num_parts: int, mla: ML
     }
 
 
+def projected_bytes(num_rows: int, num_heads: int, mla: MLAConfig, itemsize: int) -> int:
+    """What a rank hands to the PCP group in a layer in which ranks share up-projected keys and values,
+    besides the new KV: keys without position and values of all its heads, and k_pe.
+
+    Args:
+        num_rows: of all tiles, each padded to the fullest rank.
+    """
+    width = num_heads * (mla.qk_nope_head_dim + mla.v_head_dim) + mla.qk_rope_head_dim
+    return num_rows * width * itemsize
+
+
 @dataclass(frozen=True)
 class ShardedTokens:
     """Tokens whose keys are selected from shards, with sparse attention (attention.sparse_shards).
@@ -225,7 +236,8 @@ def step_traffic(
 
     Not in here: what goes to experts, which follows from the routing (`expert_bytes`); what travels to a
     sharded context or between slices of a replicated one, which attention decides (`travel_bytes`,
-    `shared_decode_bytes`, `sparse_traffic`). Nor the comparison of step plans.
+    `shared_decode_bytes`, `sparse_traffic`), and what it shares (`projected_bytes`). Nor the comparison of
+    step plans.
 
     Args:
         wanted_by_rank: [P] hidden rows that each PCP rank restores.

@@ -21,13 +21,15 @@ import torch
 from prefold.attention.backend import AttentionBackend, HeadRows, LatentRows
 from prefold.attention.forms import KVForms
 from prefold.attention.kv_tiles import KVTiles
+from prefold.attention.mla import UpProjectedForm
 from prefold.attention.paged import PagedCache, PagedQueries, attend_own, can_attend_paged, is_paged
 from prefold.attention.plan import RequestWork, Rows, StepPlan
+from prefold.attention.projected import ProjectedTiles
 from prefold.attention.queries import LayerQueries
 from prefold.attention.row_format import RowFormat
 from prefold.attention.shared_decode import AttendShard, ShardWalks, SharedDecode
 from prefold.attention.travel import TravelTools, Trip
-from prefold.attention.walk import CacheReader, Walker, rows_of
+from prefold.attention.walk import CacheReader, Latents, Walk, Walker, Window, rows_of
 from prefold.config import GQAConfig, MLAConfig
 from prefold.distributed.group import Gather, Group
 from prefold.kv_ownership import KVOwnership
@@ -154,6 +156,12 @@ class ContextParallelAttention:
         self._kv_tiles(plan, reader).run(queries.walks)
         if decode is not None:
             decode.attend(out[plan.num_prefill_tokens :])
+        shared = self._shared(
+            plan, forms, rows_of(new_kv[:, :width], 0, self._format), queries.walks, windows
+        )
+        for tiles in shared:
+            if not trips:  # else a third gather would be in flight
+                tiles.begin()
 
         all_new = self._collect(gather, plan, new_kv.shape[1])
         self._write(cache, all_new, plan.write_new)
@@ -162,6 +170,8 @@ class ContextParallelAttention:
         for work, walk, window in zip(works, queries.walks, windows):
             source = rows_of(all_new[:, :width], -work.first_new_row, self._format)
             self._walker.run(walk, work.others, source, window)
+        for tiles in shared:
+            tiles.finish()
         if self._few is not None:
             attend_own(self._few, stored, q, forms, self._scale, out, self._workspace)
         self._finish(queries, trips, out)
@@ -253,6 +263,31 @@ class ContextParallelAttention:
             self._backend,
             self._workspace,
         )
+
+    def _shared(
+        self,
+        plan: StepPlan,
+        forms: KVForms,
+        latents: Latents,
+        walks: Sequence[Walk],
+        windows: Sequence[Window | None],
+    ) -> list[ProjectedTiles]:
+        """The keys and values that ranks project for each other, if there are any."""
+        if not plan.projected:
+            return []
+        assert isinstance(forms.plain, UpProjectedForm), "there is nothing to project"
+        places = {plan.works.index(work): i for i, work in enumerate(self._walked)}
+        return [
+            ProjectedTiles(
+                plan.projected,
+                self._groups["pcp"],
+                forms.plain,
+                latents,
+                self._walker,
+                {work: walks[i] for work, i in places.items()},
+                {work: windows[i] for work, i in places.items()},
+            )
+        ]
 
     def _collect(self, gather: Gather, plan: StepPlan, width: int) -> torch.Tensor:
         """Stored rows of the new prefill tokens in the global batch's order, [num_new_tokens, width]."""

@@ -20,6 +20,7 @@ The unit of cost is one multiplication of the attention kernel in float32: about
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,6 +63,9 @@ operations. Measured: 1.9 ms per layer for one token, whatever the context."""
 PER_CANDIDATE = 1000
 """One of the candidates of all ranks for a query: gathered, compared, made a position. Measured: 20 ns."""
 
+SHARED_BYTES, MIN_SHARED_ROWS = 40 << 20, 256
+"""Of what a rank projects for others at a time. Attending to fewer keys reads and writes sums more often."""
+
 KEY_READERS = 128
 """Queries that share the reading of index keys (selection.QUERY_BLOCK)."""
 
@@ -81,6 +85,9 @@ class ContextWays:
         q_itemsize: bytes per element of queries.
         forced: "auto", or a way that is taken wherever it is possible.
         has_windows: queries of some layers see a window only: they attend in place.
+        shared_from: new tokens of a request on other ranks from which ranks share their up-projected keys and
+            values (attention.projected); infinite: never.
+        shared_rows: that a rank projects at a time, then.
     """
 
     attention: MLAConfig | GQAConfig
@@ -93,6 +100,8 @@ class ContextWays:
     q_itemsize: int
     forced: str = AUTO
     has_windows: bool = False
+    shared_from: float = math.inf
+    shared_rows: int = 1
 
     def __post_init__(self) -> None:
         if self.forced not in (AUTO, *WAYS):
@@ -114,6 +123,8 @@ class ContextWays:
             q_itemsize=DTYPES[runtime.compute_dtype],
             forced=runtime.context_attention,
             has_windows=model.attention.has_windows,
+            shared_from=_shared_from(config),
+            shared_rows=max(MIN_SHARED_ROWS, SHARED_BYTES // max(1, _projected_bytes(config))),
         )
 
     @property
@@ -165,6 +176,13 @@ class ContextWays:
         of_unit = by_unit.sum(axis=2).max(axis=1, initial=0)
         travel = self._travel if self.dsa is None else self._visit
         return np.where(travel(own, of_unit, num_computed) < cost_in_place, travelling[0], in_place)
+
+    def share_projections(self, num_queries: np.ndarray, num_computed: np.ndarray) -> NDArray[np.bool_]:
+        """[R] whether the ranks share keys and values of a request's new tokens; see `choose`. Only in
+        up-projected form, of which the request's fullest rank decides."""
+        own, total = num_queries.max(axis=1, initial=0), num_queries.sum(axis=1)
+        plain, absorbed = form_costs(self.attention, own, num_computed + total)
+        return (plain <= absorbed) & (total - own >= max(1, self.shared_from))
 
     def _cost_in_place(self, num_queries: np.ndarray, num_keys: np.ndarray) -> np.ndarray:
         """Queries at keys, in the cheaper form, keys read once."""
@@ -262,3 +280,27 @@ class ContextWays:
         cost += (back + between_heads) * self.num_heads * RESULT_BYTES * PER_QUERY_BYTE
         num_pieces = -(-own // max(1, VISIT_TOKENS // self.unit))
         return cost + num_pieces * (3 + 2 * (num_parts > 1)) * PER_COLLECTIVE
+
+
+def _projected_bytes(config: EngineConfig) -> int:
+    """Of a token's up-projected keys and values on a rank."""
+    mla, tp = config.model.mla, config.parallel.tensor_parallel_size
+    if mla is None:
+        return 0
+    width = config.model.num_heads // tp * (mla.qk_nope_head_dim + mla.v_head_dim) + mla.qk_rope_head_dim
+    return width * DTYPES[config.runtime.compute_dtype]
+
+
+def _shared_from(config: EngineConfig) -> float:
+    """See ContextWays.shared_from: where ranks read each other's memory, as soon as what is not projected
+    outweighs a collective."""
+    mla, parallel, runtime = config.model.mla, config.parallel, config.runtime
+    if mla is None or mla.dsa is not None or runtime.share_projections == "off":
+        return math.inf
+    if runtime.share_projections == "on":
+        return 1
+    if runtime.transport != "shm" or runtime.device != "cpu" or parallel.nnodes > 1:
+        return math.inf
+    heads = config.model.num_heads // parallel.tensor_parallel_size
+    gain = heads * mla.projection_size - _projected_bytes(config) * PER_GATHERED_BYTE
+    return PER_COLLECTIVE / gain if gain > 0 else math.inf

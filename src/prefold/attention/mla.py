@@ -111,7 +111,7 @@ class UpProjectedForm:
         self.num_kv_heads = rows.w_uk.shape[0]
         self.q_dim, self.out_dim = rows.mla.qk_head_dim, rows.mla.v_head_dim
         self.row_heads = None
-        self._dtype = dtype
+        self.dtype = dtype
         self._backend = backend
         self._workspace = workspace
 
@@ -125,20 +125,47 @@ class UpProjectedForm:
 
     def keys_values(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[n, token_dim] -> k, v [num_heads, n, v] for every head."""
-        mla, nope = self._mla, self._mla.qk_nope_head_dim
-        kv_c = rows[:, : mla.kv_lora_rank]
-        if kv_c.dtype != self._dtype:
-            kv_c = self._workspace.get("mla.kv_c", kv_c.shape, self._dtype).copy_(kv_c)
-        k = self._backend.keys(self.num_kv_heads, rows.shape[0], mla.qk_head_dim)
-        k[..., :nope].copy_(self._up_project(kv_c, "w_uk", "mla.k_nope"))
-        k[..., nope : mla.qk_head_dim].copy_(rows[:, mla.kv_lora_rank :])
-        projected = self._up_project(kv_c, "w_uv", "mla.v")
-        return k, self._backend.values(*projected.shape).copy_(projected)
+        shape = (rows.shape[0], self.projected_width)
+        projected = self._workspace.get("mla.projected", shape, self.dtype)
+        self.project(rows, projected)
+        return self.heads_of(projected)
 
-    def _up_project(self, kv_c: torch.Tensor, weight_name: str, name: str) -> torch.Tensor:
-        """[n, kv_lora_rank] by [num_heads, dim, kv_lora_rank] -> [num_heads, n, dim], a view."""
-        weight = self._projections.get(weight_name, self._dtype)
-        num_heads, dim, rank = weight.shape
-        out = self._workspace.get(name, (kv_c.shape[0], num_heads * dim), self._dtype)
-        torch.mm(kv_c, weight.view(-1, rank).t(), out=out)
-        return out.view(kv_c.shape[0], num_heads, dim).transpose(0, 1)  # dim may be 0: no -1
+    @property
+    def projected_width(self) -> int:
+        """Elements of a projected row: all heads' keys without position, all heads' values, k_pe."""
+        mla = self._mla
+        return self.num_kv_heads * (mla.qk_nope_head_dim + mla.v_head_dim) + mla.qk_rope_head_dim
+
+    def project(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """Rows of the cache [n, token_dim] -> out [n, projected_width]."""
+        kv_c, k_pe = rows.split([self._mla.kv_lora_rank, self._mla.qk_rope_head_dim], dim=1)
+        if kv_c.dtype != self.dtype:
+            kv_c = self._workspace.get("mla.kv_c", kv_c.shape, self.dtype).copy_(kv_c)
+        k_nope, v, out_pe = self._parts(out)
+        self._up_project(kv_c, "w_uk", k_nope)
+        self._up_project(kv_c, "w_uv", v)
+        out_pe.copy_(k_pe)
+
+    def heads_of(self, projected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Projected rows [n, projected_width] -> k, v [num_heads, n, v] for every head."""
+        mla, nope = self._mla, self._mla.qk_nope_head_dim
+        k_nope, v, k_pe = self._parts(projected)
+        k = self._backend.keys(self.num_kv_heads, len(projected), mla.qk_head_dim)
+        k[..., :nope].copy_(self._by_head(k_nope, nope))
+        k[..., nope : mla.qk_head_dim].copy_(k_pe)
+        v = self._by_head(v, mla.v_head_dim)
+        return k, self._backend.values(*v.shape).copy_(v)
+
+    def _parts(self, projected: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        mla, num_heads = self._mla, self.num_kv_heads
+        widths = [num_heads * mla.qk_nope_head_dim, num_heads * mla.v_head_dim, mla.qk_rope_head_dim]
+        return projected.split(widths, dim=1)
+
+    def _by_head(self, rows: torch.Tensor, dim: int) -> torch.Tensor:
+        """[n, num_heads * dim] -> [num_heads, n, dim]; dim may be 0."""
+        return rows.unflatten(1, (self.num_kv_heads, dim)).transpose(0, 1)
+
+    def _up_project(self, kv_c: torch.Tensor, weight_name: str, out: torch.Tensor) -> None:
+        """[n, kv_lora_rank] by [num_heads, dim, kv_lora_rank] -> out [n, num_heads * dim]."""
+        weight = self._projections.get(weight_name, self.dtype)
+        torch.mm(kv_c, weight.view(-1, weight.shape[2]).t(), out=out)

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from prefold.attention.kv_tiles import KVTile
+from prefold.attention.projected import ProjectedTile
 from prefold.attention.shared_decode import SharedWork
 from prefold.attention.sparse_shards import Visitors
 from prefold.attention.walk import Run, Segment, Window
@@ -22,8 +23,8 @@ class RequestWork:
         block_ids: int64, at least the blocks of the request's tokens up to the step's last.
         cached: read from the cache, as this rank numbers the tokens that it holds.
         own: new tokens of this rank, by position: a segment per run, or none if they are read from
-            the cache too.
-        others: new tokens of other ranks, by position.
+            the cache too, or if ranks share their keys and values (StepPlan.projected).
+        others: new tokens of other ranks, by position; none if they are shared.
         first_new_row: row of position 0 among the step's new prefill tokens, if it had one: new token p
             is in row first_new_row + p.
         absorbed: the form of attention, if the layer has two (attention.forms).
@@ -108,8 +109,11 @@ class StepPlan:
     3. all-gather of the decode queries, started, over dcp_tp (`shared_decode`)
     4. an all-gather per tile of context over dcp (`kv_tiles`), after 2 has been released
     5. all-to-all over dcp_tp, then all-gather over dcp_pcp, of decode results
-    6. all-to-all of the first piece's results, started, over the travel group, after 1 has been released
-    7. an all-gather and an all-to-all for each further piece
+    6. an all-gather of the first tile of keys and values that are shared, started, over pcp (`projected`);
+       after 1 has been released if there is 2
+    7. all-to-all of the first piece's results, started, over the travel group, after 1 has been released
+    8. an all-gather for each further tile of 6
+    9. an all-gather and an all-to-all for each further piece of 2
 
     With sparse attention the order is 1, 4; then for each piece of `visits` an all-gather of queries over
     dcp_pcp, one of candidates over dcp in layers with an indexer, 3, the all-to-all of 5, and one of results
@@ -128,6 +132,7 @@ class StepPlan:
         write_decode: of this rank's decode tokens, those that it holds.
         shared_decode: decode requests that a whole unit computes.
         travel, kv_tiles: contexts that are not attended in place.
+        projected: new tokens whose keys and values each rank projects for all.
         visits: the same as `travel`, with sparse attention.
         sent_decode: [P] decode tokens whose KV each PCP rank sends to the other units, after the step.
         sent_decode_slots: per PCP rank, where this rank holds them, int64; empty if it does not.
@@ -145,6 +150,7 @@ class StepPlan:
     shared_decode: tuple[SharedWork, ...]
     travel: tuple[TravelPiece, ...]
     kv_tiles: tuple[KVTile, ...]
+    projected: tuple[ProjectedTile, ...]
     visits: tuple[Visitors, ...]
     sent_decode: np.ndarray
     sent_decode_slots: tuple[torch.Tensor, ...]

@@ -84,6 +84,8 @@ class EngineOptions:
         debug_poison: Fill unused memory with NaN, so that reads of it show. Slow.
         context_attention: For debugging: how prompts attend to their cached context. auto decides by cost;
             the others are used wherever they are possible.
+        share_projections: PCP ranks share the up-projected keys and values of new tokens. auto decides by
+            cost, where ranks share memory.
         check_step_plans: Ranks compare the plan of every step, and fail if it differs. auto does where ranks
             share memory, which makes it cheap.
         trace: Write a trace of all steps on all ranks to this file when the engine ends, to be opened in
@@ -126,6 +128,7 @@ class EngineOptions:
     device: Literal["cpu", "cuda"] = "cpu"
     debug_poison: Flag = False
     context_attention: Literal["auto", "local", "sliced", "query", "kv"] = "auto"
+    share_projections: Literal["auto", "on", "off"] = "auto"
     check_step_plans: Literal["auto", "on", "off"] = "auto"
     trace: Annotated[str | None, text("FILE")] = None
 

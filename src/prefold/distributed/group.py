@@ -8,6 +8,7 @@ whether to call one.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -74,6 +75,8 @@ class Collectives(Protocol):
     def broadcast(self, x: torch.Tensor, src: int) -> None: ...
 
     def barrier(self) -> None: ...
+
+    def gather_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor: ...
 
     def start_all_gather(self, x: torch.Tensor) -> Pending: ...
 
@@ -222,6 +225,20 @@ class Group:
         """Return when all ranks have called it."""
         if self._collectives is not None:
             self._call("barrier", None, 0, lambda c: c.barrier())
+
+    def gather_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor to be filled and given to the next `start_all_gather`, which need not copy it then. It
+        may be read until the gather is released."""
+        numel = math.prod(shape)
+        if self._collectives is None or numel == 0:
+            return torch.empty(shape, dtype=dtype)
+        started = time.perf_counter()
+        try:
+            flat = self._collectives.gather_buffer(numel, dtype)
+        except (RanksMissing, CollectiveError) as error:
+            raise self._explained(error, "all_gather", self._sequence + 1, self.step) from error
+        self._note_time("all_gather", started)
+        return flat.view(shape)
 
     def start_all_gather(self, x: torch.Tensor) -> Gather:
         """Begin to gather `x` and return at once; `x` may be overwritten after `wait`.

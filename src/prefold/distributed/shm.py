@@ -196,7 +196,8 @@ class Channel:
         self._released: set[int] = set()
 
     def put(self, x: torch.Tensor | None) -> int:
-        """Copy `x` (any strides) into a slot, publish it, and return the message's number.
+        """Copy `x` (any strides) into a slot, unless it is what `claim` returned; publish it, and return the
+        message's number.
 
         None publishes a message without contents, at once. Waits until all have consumed the slot's
         last message. RanksMissing names those that did not.
@@ -204,7 +205,8 @@ class Channel:
         if x is None:
             return self.publish()
         slot = self.claim(x.nbytes, x.numel(), x.dtype)
-        (slot if x.dim() == 1 else slot.view(x.shape)).copy_(x)
+        if slot.data_ptr() != x.data_ptr():
+            (slot if x.dim() == 1 else slot.view(x.shape)).copy_(x)
         return self.publish()
 
     def claim(self, num_bytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:

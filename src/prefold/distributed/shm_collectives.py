@@ -174,6 +174,9 @@ class ShmCollectives:
         self._channel.wait(sequence)
         self._channel.release(sequence)
 
+    def gather_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return self._gathers.claim(numel * dtype.itemsize, numel, dtype)
+
     def start_all_gather(self, x: torch.Tensor) -> ShmGather:
         sequence = self._gathers.put(x)
         return ShmGather(self._gathers, self._size, sequence, x.numel(), x.dtype)

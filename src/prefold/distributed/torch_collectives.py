@@ -106,6 +106,9 @@ class TorchCollectives:
     def barrier(self) -> None:
         self._run(lambda: dist.barrier(group=self._pg, async_op=True))
 
+    def gather_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype)
+
     def start_all_gather(self, x: torch.Tensor) -> TorchPending:
         out, give_back = self._take_buffer(len(self._ranks) * x.numel(), x)
         finish = self._start(lambda: dist.all_gather_into_tensor(out, x, group=self._pg, async_op=True))

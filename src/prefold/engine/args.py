@@ -119,6 +119,9 @@ class EngineArgs:
     context_attention: str = "auto"
     """For debugging: how prompts attend to their cached context: auto (by cost), or one of local,
     sliced, query and kv wherever it is possible."""
+    share_projections: str = "auto"
+    """PCP ranks share the up-projected keys and values of a prompt's new tokens, rather than each project all
+    of them: on, off, or auto (by cost, where ranks share memory)."""
     check_step_plans: str = "auto"
     """Ranks compare a checksum of every step's plan, and fail if it differs: on, off, or auto (where ranks
     of a stage share memory, which makes it cheap)."""
@@ -203,6 +206,7 @@ class EngineArgs:
             "weight_memory": WEIGHT_MEMORY,
             "transport": ("shm", "gloo"),
             "context_attention": CONTEXT_ATTENTION,
+            "share_projections": ("auto", "on", "off"),
             "check_step_plans": ("auto", "on", "off"),
         }
         for name, legal in choices.items():
@@ -293,6 +297,7 @@ class EngineArgs:
             min_split_tokens=self.min_split_tokens,
             debug_poison=self.debug_poison,
             context_attention=self.context_attention,
+            share_projections=self.share_projections,
             check_step_plans=self._checks_plans(parallel),
             weight_memory=weight_memory,
             trace="" if self.trace is None else checked_trace_path(self.trace),

@@ -6,6 +6,7 @@ and buffers full of NaN. After the step every rank must hold its part of the new
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -83,6 +84,8 @@ class Layout:
     tile: int = 16
     min_split: int = 0
     cache_dtype: str = "float32"
+    shared_from: float = math.inf
+    shared_rows: int = 1
 
     @property
     def mla(self) -> MLAConfig:
@@ -108,6 +111,8 @@ class Layout:
             tile_tokens=self.tile,
             q_itemsize=4,
             forced=self.way,
+            shared_from=self.shared_from,
+            shared_rows=self.shared_rows,
         )
 
 

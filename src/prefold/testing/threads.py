@@ -205,6 +205,9 @@ class ThreadGroup:
             self._collect(sequence)
             self._leave(sequence)
 
+    def gather_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
     def start_all_gather(self, x: torch.Tensor) -> ThreadExchange:
         """x of every rank, later; x must not change before `wait`."""
         if self.size == 1 or x.numel() == 0:

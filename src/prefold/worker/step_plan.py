@@ -31,6 +31,7 @@ from prefold.attention.walk import Run, Segment, others_segments, own_segments, 
 from prefold.distributed.pcp_layout import Partition, token_indices_by_rank
 from prefold.kv_ownership import KVOwnership
 from prefold.worker.global_batch import GlobalBatch
+from prefold.worker.projected_tiles import projected_tiles
 from prefold.worker.request_states import RequestStates
 
 
@@ -134,7 +135,10 @@ class _Planner:
         self._block_ids = self._tensor(blocks)
         # A row of decode tokens is computed by a whole unit if the cache is sharded.
         self._is_shared = ~batch.is_prefill & (place.ownership.dcp_size > 1)
-        self._way = self._choose_ways()
+        num_queries = np.zeros((len(batch.rows), parts.size), np.int64)
+        np.add.at(num_queries, (parts.row_request, parts.row_rank), parts.row_num_tokens)
+        self._way = self._choose_ways(num_queries)
+        self._is_projected = batch.is_prefill & ways.share_projections(num_queries, batch.num_computed)
         self._prefill_by_rank, self._decode_by_rank = token_indices_by_rank(parts, batch.query_start_loc)
         is_new = np.repeat(batch.is_prefill, batch.num_scheduled)
         self._new = np.flatnonzero(is_new)
@@ -157,6 +161,9 @@ class _Planner:
             travel=self._travel(),
             visits=self._visits(),
             kv_tiles=self._kv_tiles(work_of),
+            projected=projected_tiles(
+                parts, place.pcp, self._is_projected, work_of, works, self._ways.shared_rows
+            ),
             sent_decode=np.array([len(tokens) for tokens in sent]),
             sent_decode_slots=tuple(
                 self._tensor(slots[slots >= 0]) for slots in (batch.slot_mapping[tokens] for tokens in sent)
@@ -164,12 +171,10 @@ class _Planner:
             ways=self._count_ways(),
         )
 
-    def _choose_ways(self) -> np.ndarray:
+    def _choose_ways(self, num_queries: np.ndarray) -> np.ndarray:
         """[R] ways of attending to the context; LOCAL where there is none, or only this rank's part of it
         concerns its queries."""
-        batch, parts = self._batch, self._parts
-        num_queries = np.zeros((len(batch.rows), parts.size), np.int64)
-        np.add.at(num_queries, (parts.row_request, parts.row_rank), parts.row_num_tokens)
+        batch = self._batch
         way = np.full(len(batch.rows), LOCAL, dtype="<U8")
         has_choice = np.flatnonzero((batch.num_computed > 0) & ~self._is_shared)
         way[has_choice] = self._ways.choose(num_queries[has_choice], batch.num_computed[has_choice])
@@ -215,14 +220,16 @@ class _Planner:
         num_computed = int(self._batch.num_computed[request])
         num_queries = sum(run.end - run.start for run in runs)
         num_keys = runs[-1].end - (num_computed if travels else 0)
+        is_projected = bool(self._is_projected[request])
+        absorbed = not is_projected and prefer_absorbed(self._ways.attention, num_queries, num_keys)
         return RequestWork(
             runs=runs,
             block_ids=block_ids,
             cached=(Segment(0, num_computed, 0),) if way == LOCAL and num_computed > 0 else (),
-            own=own_segments(runs),
-            others=others_segments(runs, num_computed),
+            own=() if is_projected else own_segments(runs),
+            others=() if is_projected else others_segments(runs, num_computed),
             first_new_row=int(self._new_row[self._batch.query_start_loc[request]]) - num_computed,
-            absorbed=prefer_absorbed(self._ways.attention, num_queries, num_keys),
+            absorbed=absorbed,
             travels=travels,
         )
 
