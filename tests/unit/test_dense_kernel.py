@@ -256,6 +256,20 @@ def test_bits_of_indices(data: st.DataObject):
     assert (selected[:, num_words:] == 5).all()
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_more_keys_than_are_packed_at_a_time(instruction_set: str, masked: bool):
+    length, num_keys = 401, 1205
+    q, k, v = random(length, 1, 576), random(1, num_keys, 576, seed=1), random(1, num_keys, 512, seed=2)
+    attention = Attention(q, k, v, 576**-0.5, instruction_set)
+    chosen = choose(length, num_keys, 0.5, 3) if masked else None
+    for tokens, keys, causal in (
+        (slice(0, 401), slice(0, 401), True),
+        (slice(300, 401), slice(401, 1205), False),
+    ):
+        attention.attend(tokens, keys, causal, None, None if chosen is None else chosen[tokens, keys])
+    attention.check(instruction_set)
+
+
 def test_minus_infinity_is_a_score(instruction_set: str):
     q, k, v = random(3, 1, 16).abs(), random(1, 70, 16), random(1, 70, 16)
     k[0, :50] = -math.inf

@@ -15,6 +15,7 @@ constexpr int64_t BLOCK_KEYS = (HAS_TILES ? 12 : 8) * PANEL;  // keys whose scor
 // Of a column of values: more in a sum would make it less exact. Tiles sum 32 keys by themselves.
 constexpr int64_t VALUE_WORDS = HAS_TILES ? BLOCK_KEYS / 2 : 96;
 constexpr int64_t WORTH_A_THREAD = 200000;    // multiplications that take as long as waking one
+constexpr int64_t TOGETHER = 400000;          // words of keys and values that fit in the second cache
 constexpr float LOWEST = -3e38f;              // the reference of a row that has seen nothing
 constexpr float MOST = 1e9f;                  // the sum of a row's exponentials, or its reference has to rise
 constexpr float LOG2_E = 1.44269504f;
@@ -50,9 +51,15 @@ struct Meeting {
     Tiles* tiles;
 };
 
+// Keys and values [first, end), packed.
+struct PackedKeys {
+    int64_t first, end;
+    float *keys, *values;
+};
+
 struct DenseHead {
-    float *out, *references, *sums;   // of row 0
-    const float *keys, *values;       // packed
+    float *out, *references, *sums;  // of row 0
+    PackedKeys packed;
 };
 
 // Calls body(a constant, the number of rows that are computed) for `count` rows.
@@ -96,22 +103,30 @@ private:
     const DenseArguments& a;
     const int64_t words = (a.dim + WHOLE - 1) / WHOLE * (WHOLE / STEP);
     const int64_t columns = (a.v_dim + LANES - 1) / LANES * LANES;
-    const int64_t num_keys = (a.num_keys + PANEL - 1) / PANEL * PANEL;
-    const int64_t num_pairs = num_keys / STEP;
+    // Keys that are packed at a time, and the words of a column of their values.
+    const int64_t span = std::min(std::max<int64_t>(TOGETHER / (words + columns / STEP) / BLOCK_KEYS, 1) * BLOCK_KEYS,
+                                  (a.num_keys + PANEL - 1) / PANEL * PANEL);
+    const int64_t num_pairs = span / STEP;
     const int64_t depth = (words + (words + DEPTH - 1) / DEPTH - 1) / ((words + DEPTH - 1) / DEPTH);
 
     void attend_head(int64_t head) const {
         static thread_local Buffer packed;
-        float* keys = packed.get(num_keys * words + num_pairs * columns);
-        float* values = keys + num_keys * words;
-        parallel_for(num_keys / PANEL, [&](int64_t i) { pack(head, i * PANEL, keys, values); });
+        float* keys = packed.get(span * words + num_pairs * columns);
+        for (int64_t first = 0; first < a.num_keys; first += span)
+            attend_keys(head, {first, std::min(first + span, a.num_keys), keys, keys + span * words});
+    }
+
+    void attend_keys(int64_t head, const PackedKeys& packed) const {
+        parallel_for((packed.end - packed.first + PANEL - 1) / PANEL, [&](int64_t i) { pack(head, i * PANEL, packed); });
         const int64_t blocks = (a.num_rows + ROW_BLOCK - 1) / ROW_BLOCK;
         parallel_for(blocks, [&](int64_t i) {
             static thread_local Buffer scratch;
             NoDenormals while_here;
             // Late rows of a causal square see more: each thread has some of them, and early ones.
-            const int64_t block = i % 2 ? blocks - 1 - i / 2 : i / 2;
-            attend_rows(head, block * ROW_BLOCK, keys, values, scratch.get(ROW_BLOCK * (words + BLOCK_KEYS)));
+            const int64_t row = (i % 2 ? blocks - 1 - i / 2 : i / 2) * ROW_BLOCK;
+            const int64_t last_token = (std::min(row + ROW_BLOCK, a.num_rows) - 1) / a.rows_per_token;
+            if (a.is_causal && last_token < packed.first) return;
+            attend_rows(head, row, packed, scratch.get(ROW_BLOCK * (words + BLOCK_KEYS)));
         });
     }
 
@@ -172,29 +187,29 @@ private:
         return VECTORS > 2 && left == 4 ? 2 : std::min<int64_t>(left, VECTORS);
     }
 
-    // A panel of keys, and their values: per column [num_pairs][its vectors].
-    void pack(int64_t head, int64_t key, float* keys, float* values) const {
-        const int64_t count = std::min<int64_t>(a.num_keys - key, PANEL);
+    // A panel of keys that begins with key packed.first + `at`, and their values: per column [num_pairs][its
+    // vectors].
+    void pack(int64_t head, int64_t at, const PackedKeys& packed) const {
+        const int64_t key = packed.first + at, count = std::min<int64_t>(packed.end - key, PANEL);
         pack_rows((const T*)a.k + head * a.k_head_stride + key * a.k_stride, a.k_stride, count, PANEL,
-                  keys + key * words);
+                  packed.keys + at * words);
         const T* v = (const T*)a.v + head * a.v_head_stride;
         const int64_t whole_count = (count + WHOLE - 1) / WHOLE * WHOLE;
         for (int64_t e = 0, vectors; e < columns; e += vectors * LANES) {
             vectors = vectors_from(e);
-            float* column = values + e * num_pairs;
+            float* to = packed.values + e * num_pairs + at / STEP * vectors * LANES;
             for (int64_t j = key / STEP; j * STEP < key + whole_count; j++)
-                for (int64_t c = 0; c < vectors; c++)
-                    store(column + (j * vectors + c) * LANES, value_words(v, j, e + c * LANES));
+                for (int64_t c = 0; c < vectors; c++, to += LANES) store(to, value_words(v, j, e + c * LANES));
         }
     }
 
     // ------------------------------------------------------------------ rows
 
-    // Rows from `row` on, counted from a.first_row, meet all keys.
-    void attend_rows(int64_t head, int64_t row, const float* keys, const float* values, float* own) const {
+    // Rows from `row` on, counted from a.first_row, meet these keys.
+    void attend_rows(int64_t head, int64_t row, const PackedKeys& packed, float* own) const {
         const int64_t first = a.first_row + row, place = head * a.rows_per_head + first;
         const DenseHead h = {a.out + head * a.out_head_stride + first * a.out_stride, a.references + place,
-                             a.sums + place, keys, values};
+                             a.sums + place, packed};
         Tiles tiles;
         Meeting m;
         m.tiles = &tiles;
@@ -210,8 +225,8 @@ private:
             else
                 pack_rows(q + r * a.q_stride, a.q_stride, count, LANES, own + r * words);
         }
-        for (m.first_key = 0; m.first_key < a.num_keys; m.first_key += BLOCK_KEYS) {
-            m.num_keys = std::min(a.num_keys - m.first_key, BLOCK_KEYS);
+        for (m.first_key = packed.first; m.first_key < packed.end; m.first_key += BLOCK_KEYS) {
+            m.num_keys = std::min(packed.end - m.first_key, BLOCK_KEYS);
             look(m);
             if (m.seen.is_empty()) continue;
             scores(m, h, m.groups, m.groups + m.num_groups);
@@ -263,7 +278,7 @@ private:
         const Range panels = m.seen.widened(PANEL);
         for (int64_t first = panels.start; first < panels.end; first += PANEL)
             for (int64_t d = 0; d < words; d += depth) {
-                const float* panel = h.keys + (m.first_key + first) * words + d * PANEL;
+                const float* panel = h.packed.keys + (m.first_key - h.packed.first + first) * words + d * PANEL;
                 for (const RowGroup* at = groups; at < end; at++) {
                     const RowGroup& group = *at;
                     if (group.seen.part(first, first + PANEL).is_empty()) continue;
@@ -401,7 +416,8 @@ private:
         for (int64_t first = all.start; first < all.end; first += VALUE_WORDS)
             for (int64_t e = 0, vectors; e < columns; e += vectors * LANES) {
                 vectors = vectors_from(e);
-                const float* column = h.values + e * num_pairs + m.first_key / STEP * vectors * LANES;
+                const float* column =
+                    h.packed.values + e * num_pairs + (m.first_key - h.packed.first) / STEP * vectors * LANES;
                 for (int64_t g = 0; g < m.num_groups; g++) {
                     const RowGroup& group = m.groups[g];
                     const Range seen = words_of(group.seen).part(first, first + VALUE_WORDS);
