@@ -13,6 +13,7 @@ from gguf import quants
 from prefold.layers.weight import Weight, shard, whole
 from prefold.loader import load_weights
 from prefold.quantization.gguf_tensors import GGUFTensors, row_order
+from prefold.weight_sizes import GGUF_BLOCKS
 
 torch.set_num_threads(1)
 
@@ -165,3 +166,8 @@ def test_no_gguf_file(tmp_path: Path):
     (tmp_path / "m.gguf").write_bytes(b"no" * 100)
     with pytest.raises(ValueError, match="cannot be read as GGUF"):
         GGUFTensors(tmp_path / "m.gguf")
+
+
+def test_sizes_of_blocks_are_those_of_the_gguf_package():
+    """weight_sizes must not import it: that takes a third of a second."""
+    assert {name: gguf.GGML_QUANT_SIZES[Kind[name]] for name in GGUF_BLOCKS} == GGUF_BLOCKS

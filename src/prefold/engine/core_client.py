@@ -29,7 +29,7 @@ from prefold.engine.core_messages import (
     RanksAnswer,
     RanksQuestion,
 )
-from prefold.engine.launch import describe_exit, python_environment
+from prefold.engine.launch import START_SILENCE_S, describe_exit, python_environment
 
 QUIT_S = 10.0
 """How long an engine process may take to end its ranks and leave."""
@@ -40,8 +40,6 @@ KILL_S = 5.0
 PING_EVERY_S = 1.0
 RANKS_SHARE = 0.6
 """Of the time that somebody waits for the ranks' signs of life: what is left is for the way back."""
-START_SILENCE_S = 180.0
-"""How long a process that starts may be silent at least: loading libraries keeps its threads from running."""
 
 logger = logging.getLogger("prefold")
 

@@ -22,7 +22,7 @@ import msgspec
 from prefold.config import EngineConfig
 from prefold.control import NODE_DONE, NODE_FAILED, QUIT, SETUP, STEP, Channel, WorkerSetup, decode, encode
 from prefold.engine.errors import EngineDeadError
-from prefold.engine.launch import LocalRanks
+from prefold.engine.launch import START_SILENCE_S, LocalRanks
 from prefold.engine.meeting import Meeting, free_port
 from prefold.engine.ranks import Rank, RankFailure, Ranks
 from prefold.step import ModelRunnerOutput, SchedulerOutput
@@ -37,9 +37,6 @@ logger = logging.getLogger("prefold")
 
 SHUTDOWN_GRACE_S = 5.0
 """How long workers may take to leave when asked; then they are killed."""
-START_SILENCE_S = 180.0
-"""How long a rank that starts may be silent at least. Before it is forked torch is imported: that may take
-minutes from a cold network disk or on an overloaded machine. A rank that ends is noticed at once anyway."""
 POLL_S = 1.0
 
 

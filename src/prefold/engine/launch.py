@@ -17,6 +17,9 @@ import prefold
 MAX_ANSWER = 100
 KILL_S = 5.0
 """How long the fork server may take for what it does at once, if it has a core; then it is killed."""
+START_SILENCE_S = 180.0
+"""How long a process that starts may be silent at least, the engine's or a rank: importing torch may take
+minutes from a cold network disk or on an overloaded machine. One that ends is noticed at once anyway."""
 
 
 class LocalRanks:

@@ -14,6 +14,7 @@ import ctypes
 import fcntl
 import gc
 import importlib
+import inspect
 import logging
 import os
 import pickle
@@ -42,6 +43,11 @@ FORKED = ("prefold", "prefold.worker.fork_server", "prefold.testing.rank_main")
 FIRST_FREE_FD = 400
 """Descriptors that travel are kept from here on until they are put where they belong."""
 MAX_REQUEST = 1 << 17
+CHILD_PARAMETERS = (
+    "pass_fds cwd env startupinfo creationflags shell p2cread p2cwrite c2pread c2pwrite errread errwrite"
+)
+"""What subprocess.Popen hands to its private method that starts a child, from the fifth on (Python 3.11 to
+3.13). There is no public way to have a child from elsewhere, but for doing all that Popen does."""
 PR_SET_PDEATHSIG = 1
 
 
@@ -85,7 +91,18 @@ class Nursery:
 
 @contextlib.contextmanager
 def warm_commands() -> Iterator[None]:
-    """Inside, subprocess forks the commands of this package from a nursery."""
+    """Inside, subprocess forks the commands of this package from a nursery.
+
+    Raises:
+        RuntimeError: this Python's subprocess starts children in another way.
+    """
+    found = " ".join([*inspect.signature(COLD_POPEN._execute_child).parameters][5:17])  # type: ignore[attr-defined]
+    private = ("_close_pipe_fds", "_try_wait", "_internal_poll", "_handle_exitstatus")
+    if found != CHILD_PARAMETERS or not all(hasattr(COLD_POPEN, name) for name in private):
+        raise RuntimeError(
+            f"WarmPopen must be adapted to Python {sys.version.split()[0]}, whose subprocess.Popen starts "
+            f"children with {found}, not {CHILD_PARAMETERS}"
+        )
     WarmPopen.nursery = Nursery()
     subprocess.Popen = WarmPopen  # type: ignore[misc]
     try:
