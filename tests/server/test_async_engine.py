@@ -283,10 +283,16 @@ def test_drain(run: Run, checkpoint: str, engine: AsyncLLM):
     """What has time ends by itself, the rest with "abort"; nothing new is taken."""
 
     async def drain() -> tuple[RequestOutput, RequestOutput]:
+        start = time.monotonic()
+        await last(engine, "alone", prompt_of(5))
+        pace_s = (
+            time.monotonic() - start
+        )  # the machine may be busy: time for about 40 tokens is given, of 8 and 200
         few = asyncio.create_task(last(engine, "few", prompt_of(5)))
         many = asyncio.create_task(last(engine, "many", prompt_of(5), LONG))
-        await asyncio.sleep(0.01)
-        await engine.drain(0.3)
+        while engine.num_unfinished < 2:
+            await asyncio.sleep(0)
+        await engine.drain(5 * pace_s)
         with pytest.raises(EngineDeadError, match="shutting down"):
             await last(engine, "new", prompt_of(5))
         return await few, await many
