@@ -137,7 +137,8 @@ class ContextWays:
         """The ways that this layout has: one without travelling queries, then, if there is, one with."""
         if self.dcp_size > 1:
             return KV, QUERY
-        return (LOCAL,) if self.pcp_size == 1 or self.has_windows or self.dsa else (LOCAL, SLICED)
+        others = self.group_size - 1  # Without any, there is no way to weigh against the first.
+        return (LOCAL, SLICED) if others and not self.has_windows and not self.dsa else (LOCAL,)
 
     @property
     def unit(self) -> int:
