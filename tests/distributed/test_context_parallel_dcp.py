@@ -148,33 +148,38 @@ def test_large_results_are_summed(sizes: tuple[int, int, int], name: str, monkey
 # ---------------------------------------------------------------- what is moved
 
 
-def trace(sizes: tuple[int, int, int], requests: list[Req], way: str = "auto") -> list[tuple[str, str]]:
+def trace(
+    sizes: tuple[int, int, int], requests: list[Req], way: str = "auto", wanted: list[int] | None = None
+) -> list[tuple[str, str]]:
     """(group, op) of what rank 0 calls in two layers and the exchange, without what is the identity."""
-    result = check_step(requests, layout_of(sizes, way=way))[0]
+    result = check_step(requests, layout_of(sizes, way=way), wanted)[0]
     return sorted((name, call[1]) for name, calls in result.traces.items() for call in calls)
 
 
 def test_collectives_of_a_prefill():
-    """Without context: one gather per layer, sharded or not, and the sampled rows."""
+    """Without context: one gather per layer, sharded or not, and sampled rows that are not on place 0."""
     for sizes in ((2, 1, 2), (4, 1, 2), (2, 2, 4)):
-        assert trace(sizes, [prefill(0, 40)]) == [("pcp", "all_gather")] * 3
+        assert trace(sizes, [prefill(0, 40)]) == [("pcp", "all_gather")] * 2
+        assert trace(sizes, [prefill(0, 40)], wanted=[20, 39]) == [("pcp", "all_gather")] * 3
     assert trace((1, 2, 2), [prefill(0, 40)]) == []
 
 
 def test_collectives_of_a_decode_step():
     """Ranks with the same heads have the queries already; one unit has nothing to tell another."""
     rows = [decode(9), decode(30)]
-    joined, restored = ("dcp_pcp", "all_gather"), ("pcp", "all_gather")
-    assert trace((2, 1, 2), rows) == [joined] * 2 + [restored]
+    joined = ("dcp_pcp", "all_gather")
+    assert trace((2, 1, 2), rows) == [joined] * 2
     heads = [("dcp_tp", "all_gather")] * 2 + [("dcp_tp", "all_to_all")] * 2
     assert trace((1, 2, 2), rows) == heads
-    assert trace((2, 2, 4), rows) == [joined] * 2 + heads + [restored]
+    assert trace((2, 2, 4), rows) == [joined] * 2 + heads
+    exchange = ("pcp", "all_gather")
+    assert trace((4, 1, 2), rows) == [joined] * 2 + [exchange], "two units: each tells the other"
 
 
 def test_collectives_of_a_context():
     """Keys: a gather per tile. Queries: there and back, whatever the number of requests."""
     rows = [prefill(70, 8), prefill(40, 9)]  # 55 tokens on a rank, in tiles of 16
-    new = [("pcp", "all_gather")] * 3
+    new = [("pcp", "all_gather")] * 2
     assert trace((2, 1, 2), rows, "kv") == [("dcp", "all_gather")] * 8 + new
     there_and_back = [("dcp", "all_gather")] * 2 + [("dcp", "all_to_all")] * 2
     assert trace((2, 1, 2), rows, "query") == there_and_back + new
