@@ -24,13 +24,12 @@ _multiply = library.declare("multiply", *(ctypes.c_void_p, ctypes.c_int64) * 3, 
 
 def can_multiply(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> bool:
     """Whether these kernels serve the tensors: built, on a CPU, and float32 by bfloat16."""
-    dtypes = x.dtype == out.dtype == torch.float32 and w.dtype == torch.bfloat16
-    return dtypes and w.is_cpu and library.is_available()
+    return x.dtype == out.dtype and serves(x.dtype, w.dtype, w.is_cpu)
 
 
-def serves(x: torch.dtype, w: torch.dtype, device: str) -> bool:
-    """The same for what has these dtypes, and is on this type of device."""
-    return x == torch.float32 and w == torch.bfloat16 and device == "cpu" and library.is_available()
+def serves(x: torch.dtype, w: torch.dtype, is_cpu: bool) -> bool:
+    """The same for what has these dtypes, and is on a CPU or not."""
+    return x == torch.float32 and w == torch.bfloat16 and is_cpu and library.is_available()
 
 
 def linear(

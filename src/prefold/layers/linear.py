@@ -74,7 +74,7 @@ class Env:
     @cached_property
     def convert_from(self) -> int:
         """Rows from which a weight is converted as a whole."""
-        is_native = native.serves(self.compute_dtype, self.weight_dtype, self.device)
+        is_native = native.serves(self.compute_dtype, self.weight_dtype, self.device == "cpu")
         return CONVERT_ONCE_FROM if is_native else CONVERT_WEIGHT_FROM
 
 
@@ -94,7 +94,7 @@ def prepared(bands: Sequence[Band], num_rows: int, name: str, env: Env) -> tuple
 def widens(x: torch.Tensor, env: Env) -> bool:
     """Whether rows in bfloat16 are few enough to be multiplied as float32."""
     is_few = x.dtype == torch.bfloat16 and x.shape[0] <= WIDENED_ROWS
-    return is_few and native.serves(torch.float32, env.weight_dtype, env.device)
+    return is_few and native.serves(torch.float32, env.weight_dtype, env.device == "cpu")
 
 
 def matmul(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
