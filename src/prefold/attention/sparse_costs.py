@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import numpy as np
-
 from prefold.attention.forms import PER_KEY_ELEMENT, PREPARE_KEYS, Count
 from prefold.config import MLAConfig
+from prefold.distributed.pcp_layout import causal_pairs
 
 PER_SELECTED_ELEMENT = 8
 """Fetching an element of a row that lies anywhere, and making it float32, once for all heads of a rank.
@@ -74,5 +73,6 @@ def num_pairs(start: int, end: int, limit: int | None = None) -> int:
     >>> num_pairs(2, 5), num_pairs(2, 5, limit=4)
     (12, 11)
     """
-    seen = np.arange(start + 1, end + 1)
-    return int((seen if limit is None else np.minimum(seen, limit)).sum())
+    if limit is None:
+        return causal_pairs(start, end)
+    return causal_pairs(min(start, limit), min(end, limit)) + limit * (max(end, limit) - max(start, limit))
