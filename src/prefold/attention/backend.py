@@ -26,6 +26,10 @@ class IndexQueries:
     q: torch.Tensor
     weights: torch.Tensor
 
+    def of_tokens(self, tokens: slice) -> IndexQueries:
+        """Those of some tokens, as views."""
+        return IndexQueries(self.q[tokens], self.weights[tokens])
+
 
 @dataclass(frozen=True, eq=False)
 class LatentRows:

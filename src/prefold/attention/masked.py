@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from prefold.attention.backend import AttentionBackend, IndexQueries, Queries
-from prefold.attention.selection import QUERY_BLOCK, KeySelector
+from prefold.attention.selection import KeySelector
 from prefold.attention.sparse_layer import RequestKeys, SparseLayer
 from prefold.attention.walk import Run
 from prefold.kernels.dense import WORD_KEYS
@@ -74,12 +74,8 @@ class MaskedAttention:
     def _select(self, index: IndexQueries, queries: MaskedQueries, keys: RequestKeys) -> None:
         rest = queries.selected
         for run in queries.runs:
-            for start in range(run.start, run.end, QUERY_BLOCK):
-                end = min(start + QUERY_BLOCK, run.end)
-                first = run.offset + start - run.start
-                block = IndexQueries(
-                    index.q[first : first + end - start], index.weights[first : first + end - start]
-                )
-                limits = torch.arange(start + 1, end + 1)
-                self._selector.select_bits(block, limits, keys.index_keys, rest[: end - start])
-                rest = rest[end - start :]
+            count = run.end - run.start
+            own = index.of_tokens(slice(run.offset, run.offset + count))
+            limits = torch.arange(run.start + 1, run.end + 1)
+            self._selector.select_bits(own, limits, keys.index_keys, rest[:count])
+            rest = rest[count:]

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from prefold.attention.backend import HeadRows, IndexQueries, LatentRows
+from prefold.attention.backend import HeadRows, LatentRows
 from prefold.attention.context_parallel import AttentionSetup, ContextParallelAttention
 from prefold.attention.forms import KVForms, prefer_absorbed
 from prefold.attention.kv_tiles import KVTiles
@@ -185,7 +185,7 @@ class SparseAttention(ContextParallelAttention):
                 tokens = slice(part.run.offset + first, part.run.offset + first + end - start)
                 selected = self._selected[part.rows][first : first + end - start]
                 if layer.index is not None:
-                    index = IndexQueries(layer.index.q[tokens], layer.index.weights[tokens])
+                    index = layer.index.of_tokens(tokens)
                     limits = torch.arange(start + 1, end + 1, device=selected.device)
                     self._selector.select_slots(index, limits, keys.index_keys, table, selected)
                 self._attend_block(layer, tokens, selected, keys.rows)

@@ -93,7 +93,7 @@ class SparseShards:
         if self._decode:
             tokens, index = self._decode_tokens, layer.index
             if index is not None:
-                index = IndexQueries(index.q[tokens], index.weights[tokens])
+                index = index.of_tokens(tokens)
             shared = self._start(self._decode, index, layer, rest)
             shared.send(layer.q[tokens])
             shared.attend(layer.out[tokens])
@@ -169,7 +169,7 @@ class SparseShards:
         width = min(self._topk, int(self._ownership.local_lengths(longest).max()))
         ranks = self._workspace.get("shards.ranks", (len(index.q), width), torch.int64)
         for work, own in zip(works, keys, strict=True):
-            part = IndexQueries(index.q[work.tokens], index.weights[work.tokens])
+            part = index.of_tokens(work.tokens)
             self._selector.select(part, work.positions, own.index_keys, own.held, ranks[work.tokens])
         best = positions_of(join_ranked(self._dcp, ranks, self._topk))
         for work, own in zip(works, keys, strict=True):
