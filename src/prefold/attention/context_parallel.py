@@ -86,6 +86,7 @@ class ContextParallelAttention:
         self._holds_requests = ownership.dcp_size == 1
         self._plan: StepPlan | None = None
         self._walked: tuple[RequestWork, ...] = ()
+        self._walked_places: list[int] = []  # among the plan's works
         self._few: PagedQueries | None = None
         self._few_shared: PagedQueries | None = None
         self._few_visiting: tuple[PagedQueries | None, ...] = ()
@@ -97,7 +98,8 @@ class ContextParallelAttention:
         has_one_form = isinstance(self._attention, GQAConfig)
         pages = self._can_attend_paged and self._holds_requests
         paged = [pages and is_paged(work, has_one_form) for work in plan.works]
-        self._walked = tuple(work for work, is_one in zip(plan.works, paged) if not is_one)
+        self._walked_places = [i for i, is_one in enumerate(paged) if not is_one]
+        self._walked = tuple(plan.works[i] for i in self._walked_places)
         self._few = PagedQueries.of_works([work for work, is_one in zip(plan.works, paged) if is_one])
         shared = plan.shared_decode if self._can_attend_paged else ()
         self._few_shared = PagedQueries.of_shared(shared)
@@ -276,7 +278,6 @@ class ContextParallelAttention:
         if not plan.projected:
             return []
         assert isinstance(forms.plain, UpProjectedForm), "there is nothing to project"
-        places = {plan.works.index(work): i for i, work in enumerate(self._walked)}
         return [
             ProjectedTiles(
                 plan.projected,
@@ -284,8 +285,8 @@ class ContextParallelAttention:
                 forms.plain,
                 latents,
                 self._walker,
-                {work: walks[i] for work, i in places.items()},
-                {work: windows[i] for work, i in places.items()},
+                dict(zip(self._walked_places, walks, strict=True)),
+                dict(zip(self._walked_places, windows, strict=True)),
             )
         ]
 
