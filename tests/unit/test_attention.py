@@ -20,6 +20,7 @@ from prefold.attention.walk import Run, Segment, others_segments, own_segments, 
 from prefold.distributed.pcp_layout import partition
 from prefold.kernels import library
 from prefold.kernels.dense import select_
+from prefold.testing.dense import visible
 from prefold.workspace import Workspace
 
 torch.set_num_threads(1)
@@ -94,13 +95,7 @@ class Kernel:
             selected = torch.empty(len(chosen), num_keys // 64 + 1, dtype=torch.int64)
             select_(numbers, 0, selected)
         self.backend.attend_(self.state, tokens, k, self.v[:, keys], causal, unseen, selected)
-        square = torch.ones(tokens.stop - tokens.start, num_keys, dtype=torch.bool)
-        if causal:
-            square = square.tril()
-        if unseen is not None:
-            square &= torch.arange(num_keys) >= unseen[:, None]
-        if chosen is not None:
-            square &= chosen
+        square = visible(tokens.stop - tokens.start, num_keys, causal, unseen, chosen)
         assert not self.seen[tokens, keys].logical_and(square).any()
         self.seen[tokens, keys] |= square
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from prefold.attention.backend import Queries
 from prefold.attention.native_backend import NativeBackend
 from prefold.kernels import dense, library
+from prefold.testing.dense import visible
 from prefold.workspace import Workspace
 
 torch.set_num_threads(1)
@@ -94,13 +95,7 @@ class Attention:
             unseen,
             None if chosen is None else words_of(chosen),
         )
-        square = torch.ones(tokens.stop - tokens.start, num_keys, dtype=torch.bool)
-        square = square.tril() if causal else square
-        if unseen is not None:
-            square &= torch.arange(num_keys) >= unseen[:, None]
-        if chosen is not None:
-            square &= chosen
-        self.seen[tokens, keys] |= square
+        self.seen[tokens, keys] |= visible(tokens.stop - tokens.start, num_keys, causal, unseen, chosen)
 
     def result(self, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
         """out [n, heads, v_dim] and lse [n, heads]; uses the state up."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from prefold.attention.backend import Queries
+from prefold.kernels.dense import WORD_KEYS
 from prefold.workspace import Workspace
 
 SLACK = 40.0
@@ -204,8 +205,8 @@ def _mask_past(scores: torch.Tensor, unseen: torch.Tensor, group: int, keys: sli
 def _mask_unselected(scores: torch.Tensor, selected: torch.Tensor, group: int, keys: slice) -> None:
     """Rows are those of as many tokens as `selected` has, whose words have a bit for each key they see."""
     numbers = torch.arange(keys.start, keys.stop, device=scores.device)
-    words = selected.to(scores.device)[:, numbers // 64]
-    mask = (words >> numbers % 64) & 1 == 0
+    words = selected.to(scores.device)[:, numbers // WORD_KEYS]
+    mask = (words >> numbers % WORD_KEYS) & 1 == 0
     scores.view(len(scores), len(selected), group, -1).masked_fill_(mask.unsqueeze(1), -math.inf)
 
 

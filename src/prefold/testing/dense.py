@@ -8,6 +8,28 @@ from prefold.attention.backend import HeadRows, LatentRows
 from prefold.config import ModelConfig
 
 
+def visible(
+    num_tokens: int,
+    num_keys: int,
+    causal: bool = False,
+    unseen: torch.Tensor | None = None,
+    chosen: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """[tokens, keys] bool: what an AttentionBackend's `attend_` lets tokens see of keys.
+
+    Args:
+        chosen: [tokens, keys] bool, what the bits of its `selected` say.
+    """
+    seen = torch.ones(num_tokens, num_keys, dtype=torch.bool)
+    if causal:
+        seen = seen.tril()
+    if unseen is not None:
+        seen &= torch.arange(num_keys) >= unseen[:, None]
+    if chosen is not None:
+        seen &= chosen
+    return seen
+
+
 class DenseContext:
     """`ctx` of a model's forward for one sequence, with whole score matrices.
 
