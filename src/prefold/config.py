@@ -82,6 +82,10 @@ class MLAConfig:
         """Weights per head that make keys and values of a latent, or absorb a query and its result."""
         return self.kv_lora_rank * (self.qk_nope_head_dim + self.v_head_dim)
 
+    def projected_dim(self, num_heads: int) -> int:
+        """Elements of a token's up-projected row: keys without position and values of the heads, and k_pe."""
+        return num_heads * (self.qk_nope_head_dim + self.v_head_dim) + self.qk_rope_head_dim
+
     @property
     def has_windows(self) -> bool:
         """Whether queries of some layers see a window only."""
@@ -324,7 +328,7 @@ class RuntimeConfig:
         context_attention: how prefill rows attend to cached context: "auto" (by cost), or one way
             forced where it is possible: "local", "sliced", "query" or "kv" (attention.context_ways).
         share_projections: PCP ranks share the up-projected keys and values of new tokens: "on", "off" or
-            "auto" (attention.context_ways).
+            "auto": by cost, for ranks that share memory (attention.context_ways).
         check_step_plans: ranks compare a hash of each step's plan.
         trace: file for a trace of all steps (tracing); empty: none.
         weight_memory: "expanded", or "quantized": quantised weights stay as they are stored.

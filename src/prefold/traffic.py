@@ -152,8 +152,7 @@ def projected_bytes(num_rows: int, num_heads: int, mla: MLAConfig, itemsize: int
     Args:
         num_rows: of all tiles, each padded to the fullest rank.
     """
-    width = num_heads * (mla.qk_nope_head_dim + mla.v_head_dim) + mla.qk_rope_head_dim
-    return num_rows * width * itemsize
+    return num_rows * mla.projected_dim(num_heads) * itemsize
 
 
 @dataclass(frozen=True)

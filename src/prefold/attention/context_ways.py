@@ -285,23 +285,17 @@ class ContextWays:
 
 def _projected_bytes(config: EngineConfig) -> int:
     """Of a token's up-projected keys and values on a rank."""
-    mla, tp = config.model.mla, config.parallel.tensor_parallel_size
-    if mla is None:
-        return 0
-    width = config.model.num_heads // tp * (mla.qk_nope_head_dim + mla.v_head_dim) + mla.qk_rope_head_dim
-    return width * DTYPES[config.runtime.compute_dtype]
+    mla, heads = config.model.mla, config.model.num_heads // config.parallel.tensor_parallel_size
+    return mla.projected_dim(heads) * DTYPES[config.runtime.compute_dtype] if mla is not None else 0
 
 
 def _shared_from(config: EngineConfig) -> float:
-    """See ContextWays.shared_from: where ranks read each other's memory, as soon as what is not projected
-    outweighs a collective."""
-    mla, parallel, runtime = config.model.mla, config.parallel, config.runtime
-    if mla is None or mla.dsa is not None or runtime.share_projections == "off":
+    """See ContextWays.shared_from: as soon as what is not projected outweighs a collective."""
+    mla, choice = config.model.mla, config.runtime.share_projections
+    if mla is None or mla.dsa is not None or choice == "off":
         return math.inf
-    if runtime.share_projections == "on":
+    if choice == "on":
         return 1
-    if runtime.transport != "shm" or runtime.device != "cpu" or parallel.nnodes > 1:
-        return math.inf
-    heads = config.model.num_heads // parallel.tensor_parallel_size
+    heads = config.model.num_heads // config.parallel.tensor_parallel_size
     gain = heads * mla.projection_size - _projected_bytes(config) * PER_GATHERED_BYTE
     return PER_COLLECTIVE / gain if gain > 0 else math.inf

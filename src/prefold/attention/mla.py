@@ -133,8 +133,7 @@ class UpProjectedForm:
     @property
     def projected_width(self) -> int:
         """Elements of a projected row: all heads' keys without position, all heads' values, k_pe."""
-        mla = self._mla
-        return self.num_kv_heads * (mla.qk_nope_head_dim + mla.v_head_dim) + mla.qk_rope_head_dim
+        return self._mla.projected_dim(self.num_kv_heads)
 
     def project(self, rows: torch.Tensor, out: torch.Tensor) -> None:
         """Rows of the cache [n, token_dim] -> out [n, projected_width]."""
