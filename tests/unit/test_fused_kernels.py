@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -48,6 +50,23 @@ def test_copy_rows(from_dtype: torch.dtype, to_dtype: torch.dtype, instruction_s
         fused.copy_rows(x, whole, instruction_set=instruction_set)
         assert torch.equal(whole, x.to(to_dtype))
         assert beside.isnan().all()
+
+
+@pytest.mark.parametrize("is_native", sorted({False, library.is_available()}))
+def test_put_rows(is_native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same by the kernel and by torch, and for dtypes that only torch serves."""
+    monkeypatch.setattr(fused, "can_fuse", lambda x: is_native and x.dtype != torch.uint8)
+    rows, places = torch.tensor([4, 0, 2]), torch.tensor([1, 6, 0])
+    for dtypes in product((torch.float32, torch.bfloat16), repeat=2):
+        x, out = strided(5, 18, dtype=dtypes[0]), torch.zeros(7, 18, dtype=dtypes[1])
+        fused.put_rows(x, out, rows, places)
+        assert torch.equal(out[places], x[rows].to(dtypes[1]))
+        assert not out[2:6].any()
+        fused.put_rows(x, out[:3], rows)
+        assert torch.equal(out[:3], x[rows].to(dtypes[1]))
+    stored = torch.zeros(7, 18, dtype=torch.uint8)
+    fused.put_rows(torch.full((5, 18), 3, dtype=torch.uint8), stored, rows, places)
+    assert stored.sum(1).tolist() == [54, 54, 0, 0, 0, 0, 54]
 
 
 @pytest.mark.parametrize("instruction_set", SETS)

@@ -66,10 +66,7 @@ class PlainFormat:
 
     def store(self, rows: torch.Tensor, out: torch.Tensor, chosen: torch.Tensor, slots: torch.Tensor) -> None:
         """See RowFormat.store."""
-        if fused.can_fuse(rows) and fused.can_fuse(out):
-            fused.copy_rows(rows, out, chosen, slots)
-        else:
-            out.index_copy_(0, slots, rows[chosen].to(self.dtype))
+        fused.put_rows(rows, out, chosen, slots)
 
     def decode(self, stored: torch.Tensor) -> torch.Tensor:
         """The same tensor."""
@@ -97,7 +94,7 @@ class FP8Format:
         """See RowFormat.store."""
         stored = self._workspace.get(f"row_format.stored.{self.dim}", (len(rows), self.width), self.dtype)
         self.encode(rows, stored)
-        out.index_copy_(0, slots, stored[chosen])
+        fused.put_rows(stored, out, chosen, slots)
 
     def decode(self, stored: torch.Tensor) -> torch.Tensor:
         """See RowFormat.decode."""

@@ -168,6 +168,18 @@ def copy_rows(
     )
 
 
+def put_rows(
+    x: torch.Tensor, out: torch.Tensor, rows: torch.Tensor, places: torch.Tensor | None = None
+) -> None:
+    """`copy_rows`, or torch for devices and dtypes that it does not serve."""
+    if can_fuse(x) and can_fuse(out):
+        copy_rows(x, out, rows, places)
+    elif places is None:
+        out.copy_(x.index_select(0, rows))
+    else:
+        out.index_copy_(0, places, x.index_select(0, rows).to(out.dtype))
+
+
 def route(
     logits: torch.Tensor,
     bias: torch.Tensor | None,

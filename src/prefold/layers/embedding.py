@@ -35,21 +35,13 @@ class VocabParallel(Layer):
     def embed(self, input_ids: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Rows of `input_ids` [n] into out [n, hidden]. Ids must lie in [0, vocab_size)."""
         if self.end - self.start == self.vocab_size:
-            return self._copy_rows(input_ids, out)
+            fused.put_rows(self.weight, out, input_ids)
+            return out
         local = input_ids - self.start
         foreign = (local < 0) | (local >= self.end - self.start)
-        self._copy_rows(local.masked_fill_(foreign, 0), out).masked_fill_(foreign[:, None], 0)
+        fused.put_rows(self.weight, out, local.masked_fill_(foreign, 0))
+        out.masked_fill_(foreign[:, None], 0)
         return self.env.tp.all_reduce(out)
-
-    def _copy_rows(self, rows: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        if fused.can_fuse(self.weight) and fused.can_fuse(out):
-            fused.copy_rows(self.weight, out, rows)
-        elif out.dtype == self.weight.dtype:
-            torch.index_select(self.weight, 0, rows, out=out)
-        else:
-            chosen = self.env.workspace.get("embedding.rows", out.shape, self.weight.dtype)
-            out.copy_(torch.index_select(self.weight, 0, rows, out=chosen))
-        return out
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [n, hidden] -> [n, vocab_size] float32, on every rank; valid until the next call."""
