@@ -190,11 +190,13 @@ def check_lack_of_memory(ctx):
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 10, hard))
     group = make_groups(ctx.mesh, ctx.rank, "shm", 30, ctx.store)["pcp"]
     assert group.transport == "gloo"
+    assert not group.shares_memory
     assert group.all_reduce(torch.ones(3)).tolist() == [2, 2, 2]
     if ctx.rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
     group = make_groups(ctx.mesh, ctx.rank, "shm", 1.0, ctx.store)["pcp"]
     assert group.transport == "shm"
+    assert group.shares_memory
     with pytest.raises(CollectiveError) as caught:
         group.start_all_gather(torch.ones(1 << 19)).wait()
     ctx.groups["pcp"].barrier()

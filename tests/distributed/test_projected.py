@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 
+from prefold import SamplingParams
 from prefold.attention.mla import UpProjectedForm
 from prefold.attention.walk import Segment
 from prefold.testing.attention_step import (
@@ -16,6 +20,9 @@ from prefold.testing.attention_step import (
     prefill,
     random_batch,
 )
+from prefold.testing.checkpoints import make_checkpoint
+from prefold.testing.thread_executor import ThreadLLM
+from prefold.testing.threads import ThreadGroup
 from prefold.traffic import projected_bytes
 
 BATCHES = [
@@ -93,3 +100,25 @@ def test_bytes_are_those_of_the_formula() -> None:
         assert num_rows >= 31
         more = with_sharing.traffic["pcp.all_gather"] - without.traffic["pcp.all_gather"]
         assert more == NUM_LAYERS * projected_bytes(num_rows, HEADS_PER_RANK, layout.mla, itemsize=4)
+
+
+def test_auto_follows_the_transport_that_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where shared memory was asked for and there is none."""
+    wide: dict[str, Any] = {"kv_lora_rank": 256, "qk_nope_head_dim": 32, "v_head_dim": 32}
+    make_checkpoint("DeepseekV3ForCausalLM", tmp_path, num_hidden_layers=1, **wide)
+    options = {"prefill_context_parallel_size": 2, "max_model_len": 400, "num_blocks": 20}
+
+    def num_gathers(choice: str) -> list[int]:
+        llm = ThreadLLM(str(tmp_path), share_projections=choice, **options)
+        with llm:
+            prompt = {"prompt_token_ids": list(range(5, 305))}
+            llm.generate([prompt], SamplingParams(max_tokens=1, ignore_eos=True))
+            llm.executor.synchronize()
+            return [groups["pcp"].traffic["pcp.all_gather"][0] for groups in llm.executor.groups]
+
+    never, always = num_gathers("off"), num_gathers("on")
+    assert min(always) > max(never)
+    assert num_gathers("auto") == always
+    monkeypatch.setattr(ThreadGroup, "shares_memory", False)
+    assert num_gathers("auto") == never
+    assert num_gathers("on") == always

@@ -108,8 +108,8 @@ class ContextWays:
             raise ValueError(f"context_attention={self.forced!r} is none of {(AUTO, *WAYS)}")
 
     @classmethod
-    def of(cls, config: EngineConfig) -> ContextWays:
-        """What a resolved configuration says."""
+    def of(cls, config: EngineConfig, shares_memory: bool) -> ContextWays:
+        """What a resolved configuration says, for PCP ranks that read each other's memory, or do not."""
         model, parallel, runtime = config.model, config.parallel, config.runtime
         tp = parallel.tensor_parallel_size
         return cls(
@@ -123,7 +123,7 @@ class ContextWays:
             q_itemsize=DTYPES[runtime.compute_dtype],
             forced=runtime.context_attention,
             has_windows=model.attention.has_windows,
-            shared_from=_shared_from(config),
+            shared_from=_shared_from(config, shares_memory),
             shared_rows=max(MIN_SHARED_ROWS, SHARED_BYTES // max(1, _projected_bytes(config))),
         )
 
@@ -289,13 +289,16 @@ def _projected_bytes(config: EngineConfig) -> int:
     return mla.projected_dim(heads) * DTYPES[config.runtime.compute_dtype] if mla is not None else 0
 
 
-def _shared_from(config: EngineConfig) -> float:
-    """See ContextWays.shared_from: as soon as what is not projected outweighs a collective."""
+def _shared_from(config: EngineConfig, shares_memory: bool) -> float:
+    """See ContextWays.shared_from: as soon as what is not projected outweighs a collective. Over sockets
+    projections are too many bytes."""
     mla, choice = config.model.mla, config.runtime.share_projections
     if mla is None or mla.dsa is not None or choice == "off":
         return math.inf
     if choice == "on":
         return 1
+    if not shares_memory:
+        return math.inf
     heads = config.model.num_heads // config.parallel.tensor_parallel_size
     gain = heads * mla.projection_size - _projected_bytes(config) * PER_GATHERED_BYTE
     return PER_COLLECTIVE / gain if gain > 0 else math.inf

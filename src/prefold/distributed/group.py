@@ -173,6 +173,11 @@ class Group:
         self._collectives = collectives
         assert (collectives is None) == (self.size == 1), (name, self.ranks, collectives)
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether ranks read each other's memory, rather than send. The same on all ranks of the group."""
+        return self.transport == "shm"
+
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum `x` over the ranks, in place, and return it. Adds in float32; all ranks get equal bits."""
         if self._collectives is not None and x.numel():

@@ -297,7 +297,7 @@ class EngineArgs:
             min_split_tokens=self.min_split_tokens,
             debug_poison=self.debug_poison,
             context_attention=self.context_attention,
-            share_projections=self._shares_projections(parallel),
+            share_projections=self.share_projections,
             check_step_plans=self._checks_plans(parallel),
             weight_memory=weight_memory,
             trace="" if self.trace is None else checked_trace_path(self.trace),
@@ -306,13 +306,5 @@ class EngineArgs:
     def _checks_plans(self, parallel: ParallelConfig) -> bool:
         if self.check_step_plans != "auto":
             return self.check_step_plans == "on"
-        return self._ranks_share_memory(parallel) and parallel.plane_size > 1
-
-    def _shares_projections(self, parallel: ParallelConfig) -> str:
-        """Over sockets they are too many bytes."""
-        if self.share_projections == "auto" and not self._ranks_share_memory(parallel):
-            return "off"
-        return self.share_projections
-
-    def _ranks_share_memory(self, parallel: ParallelConfig) -> bool:
-        return self.transport == "shm" and self.device == "cpu" and parallel.nnodes == 1
+        shares_memory = self.transport == "shm" and self.device == "cpu" and parallel.nnodes == 1
+        return shares_memory and parallel.plane_size > 1

@@ -136,11 +136,12 @@ class ThreadGroup:
     """One rank's handle on a group; see `distributed.group.Group` for the contract of each op.
 
     Attributes:
-        name, ranks, rank, size, traffic, seconds, spans, step, trace: as Group's.
+        shares_memory, name, ranks, rank, size, traffic, seconds, spans, step, trace: as Group's.
         num_gathers: calls of `start_all_gather` that moved something.
     """
 
     transport = "threads"
+    shares_memory = True
 
     def __init__(self, hub: _Hub, my_rank: int) -> None:
         self.name, self.ranks = hub.name, list(hub.ranks)

@@ -72,7 +72,7 @@ class ModelRunner:
         self._pcp = PCPManager(
             groups,
             self._ownership,
-            ContextWays.of(config),
+            ContextWays.of(config, groups["pcp"].shares_memory),
             runtime.min_split_tokens,
             self.kv_cache,
             self.workspace,
