@@ -94,6 +94,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "attention",
         "control",
         "distributed",
+        "hardware",
         "kernels",
         "kv_spec",
         "kv_ownership",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -12,6 +13,21 @@ import psutil
 def available_cores() -> int:
     """Cores that this process may run on (its affinity, not the machine's count)."""
     return len(os.sched_getaffinity(0))
+
+
+def cores_of_ranks(cores: Sequence[int], num_ranks: int, threads_per_rank: int) -> list[list[int]]:
+    """Cores that each rank of a machine is bound to, dealt out in order of rank.
+
+    With more ranks x threads than cores there are none: the kernel's scheduler does better than two ranks
+    on one core.
+
+    >>> cores_of_ranks([0, 1, 2, 5, 6], num_ranks=2, threads_per_rank=2)
+    [[0, 1], [2, 5]]
+    """
+    if num_ranks * threads_per_rank > len(cores):
+        return []
+    starts = range(0, num_ranks * threads_per_rank, threads_per_rank)
+    return [list(cores[start : start + threads_per_rank]) for start in starts]
 
 
 def available_memory() -> int:

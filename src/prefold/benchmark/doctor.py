@@ -14,13 +14,13 @@ from typing import Any
 
 from prefold.benchmark.doctor_facts import (
     advise,
-    cores_of_ranks,
     dtype_reason,
     gather,
     measured_advice,
     steal_ticks,
 )
 from prefold.benchmark.side import Side
+from prefold.hardware import cores_of_ranks
 
 SECONDS, QUICK_SECONDS = 0.35, 0.05
 """How long one thing is measured."""
@@ -77,7 +77,7 @@ def examine(quick: bool, note: Callable[[str], None]) -> dict[str, Any]:
         "machine": {
             **asdict(facts),
             "cores_of_ranks": {
-                str(n): cores_of_ranks(facts.cores, n) for n in (1, 2, 4, 8) if n <= num_cores
+                str(n): cores_of_ranks(facts.cores, n, num_cores // n) for n in (1, 2, 4, 8) if n <= num_cores
             },
         },
         "software": {**software, "compute_dtype_reason": dtype_reason(facts)},

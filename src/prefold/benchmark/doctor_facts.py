@@ -101,19 +101,6 @@ def dtype_reason(facts: Facts) -> str:
     return "it has no instructions for bfloat16 products"
 
 
-def cores_of_ranks(cores: Sequence[int], num_ranks: int) -> list[list[int]]:
-    """Cores that ranks are bound to, each with as many threads as there are cores for it; none if there are
-    more ranks than cores.
-
-    >>> cores_of_ranks([0, 1, 2, 3, 4], 2)
-    [[0, 1], [2, 3]]
-    """
-    threads = len(cores) // num_ranks
-    return (
-        [list(cores[rank * threads : (rank + 1) * threads]) for rank in range(num_ranks)] if threads else []
-    )
-
-
 def advise(facts: Facts) -> list[Advice]:
     """What to change about the machine or the installation, most costly first."""
     found = []

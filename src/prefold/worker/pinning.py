@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 
+from prefold.hardware import cores_of_ranks
+
 
 def pin_to_cores(rank: int, world_size: int, threads_per_rank: int) -> bool:
     """Bind this process to its own cores, before any thread pool starts and inherits the binding.
 
-    Cores are the ones this process may use, dealt out in order of rank. With more ranks x threads
-    than cores nothing is bound (and False returned): the kernel's scheduler does better than two
-    ranks on one core.
+    Of the cores that it may use; where these are too few (`hardware.cores_of_ranks`) nothing is bound, and
+    False returned.
     """
-    cores = sorted(os.sched_getaffinity(0))
-    if world_size * threads_per_rank > len(cores):
-        return False
-    os.sched_setaffinity(0, cores[rank * threads_per_rank : (rank + 1) * threads_per_rank])
-    return True
+    of_ranks = cores_of_ranks(sorted(os.sched_getaffinity(0)), world_size, threads_per_rank)
+    if of_ranks:
+        os.sched_setaffinity(0, of_ranks[rank])
+    return bool(of_ranks)
