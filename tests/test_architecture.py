@@ -34,12 +34,7 @@ FOUNDATION = {
     "metrics",
     "tracing",
 }
-RANK_ARITHMETIC = {
-    "distributed.mesh",
-    "distributed.pcp_layout",
-    "distributed.layouts",
-    "distributed.stages",
-}
+RANK_ARITHMETIC = {f"distributed.{name}" for name in ("mesh", "pcp_layout", "layouts", "slots", "stages")}
 
 MAY_IMPORT: dict[str, set[str]] = {
     # Foundation: no torch, and nothing above.
@@ -68,6 +63,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "traffic": {"config", "kv_spec"} | RANK_ARITHMETIC,
     "distributed.mesh": {"config"},
     "distributed.pcp_layout": set(),
+    "distributed.slots": set(),
     "distributed.layouts": {"config", "kv_spec", "flops", "distributed.mesh", "distributed.stages"},
     "distributed.stages": {"config", "flops"},
     # Users' side and control plane.
@@ -83,7 +79,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine.executor": {"worker"} | FOUNDATION | RANK_ARITHMETIC,
     # What computes. `layers` and `attention` do not know each other; a model gets attention as `ctx`.
     "workspace": set(),
-    "distributed": {"distributed.mesh", "config"},
+    "distributed": {"distributed.mesh", "distributed.slots", "config"},
     "attention": {"config", "kv_spec", "kv_ownership", "workspace", "distributed", "kernels"},
     "layers": {"config", "traffic", "workspace", "distributed", "kernels"},
     "loader": {"layers", "checkpoint_files", "config", "quantization"},

@@ -28,8 +28,9 @@ from prefold.distributed.errors import (
 from prefold.distributed.mesh import Mesh
 from prefold.distributed.rendezvous import init_distributed, listening_interface, shutdown_distributed
 from prefold.distributed.shm import Waiter
-from prefold.distributed.shm_collectives import PIECE_BYTES, ShmCollectives
+from prefold.distributed.shm_collectives import ShmCollectives
 from prefold.distributed.shm_host import Host, meet
+from prefold.distributed.slots import PIECE_BYTES
 from prefold.distributed.torch_collectives import Store, TorchCollectives
 
 __all__ = [

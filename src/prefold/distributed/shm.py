@@ -30,13 +30,12 @@ from collections.abc import Callable, Sequence
 import torch
 
 from prefold.distributed.errors import CollectiveError, RanksMissing
+from prefold.distributed.slots import NUM_SLOTS, slot_bytes
 
-NUM_SLOTS = 2
 LINE = 8
 """int64 per cache line (64 bytes)."""
 PUBLISHED, CONSUMED, SLOT_FDS, SLOT_SIZES, COUNTS = 0, LINE, 2 * LINE, 2 * LINE + NUM_SLOTS, 3 * LINE
 """Places in a header, in int64. The counts of an all-to-all: one per receiver and slot."""
-MIN_SLOT_BYTES = 1 << 14
 SPIN_S = 100e-6
 FIRST_SLEEP_S = 20e-6
 LONGEST_SLEEP_S = 1e-4
@@ -135,7 +134,7 @@ class Box:
         """
         if num_bytes <= self.header[SLOT_SIZES + slot]:
             return
-        size = max(MIN_SLOT_BYTES, 1 << (num_bytes - 1).bit_length())
+        size = slot_bytes(num_bytes)
         fd = os.memfd_create("prefold")
         try:
             os.posix_fallocate(fd, 0, size)

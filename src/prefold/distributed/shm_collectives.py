@@ -10,9 +10,7 @@ import torch
 from prefold.distributed import shm
 from prefold.distributed.errors import CollectiveError
 from prefold.distributed.shm import Box, Channel, Stream, Waiter
-
-PIECE_BYTES = 4 << 20
-"""Large tensors move in pieces of this size. Smaller ones were slower: each costs a hand-over."""
+from prefold.distributed.slots import PIECE_BYTES
 
 SUM_BLOCK = 16384
 """Elements summed at a time: the partial sums stay in the second-level cache."""

@@ -21,7 +21,7 @@ import psutil
 import torch
 
 from prefold.distributed.group import init_distributed, make_groups, shutdown_distributed
-from prefold.distributed.shm_collectives import PIECE_BYTES
+from prefold.distributed.slots import PIECE_BYTES
 from prefold.testing.run_ranks import RankContext, RankError, RankJob
 
 PR_SET_PDEATHSIG = 1
