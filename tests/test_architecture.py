@@ -31,6 +31,7 @@ FOUNDATION = {
     "kv_ownership",
     "hf_config",
     "hardware",
+    "limits",
     "metrics",
     "tracing",
 }
@@ -43,6 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kv_spec": {"config"},
     "kv_ownership": set(),
     "hardware": set(),
+    "limits": set(),
     "checkpoint_files": {"gguf_file"},
     "gguf_file": set(),
     "gguf_tokenizer": {"gguf_file"},
@@ -80,8 +82,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     # What computes. `layers` and `attention` do not know each other; a model gets attention as `ctx`.
     "workspace": set(),
     "distributed": {"distributed.mesh", "distributed.slots", "config"},
-    "attention": {"config", "kv_spec", "kv_ownership", "workspace", "distributed", "kernels"},
-    "layers": {"config", "traffic", "workspace", "distributed", "kernels"},
+    "attention": {"config", "kv_spec", "kv_ownership", "limits", "workspace", "distributed", "kernels"},
+    "layers": {"config", "limits", "traffic", "workspace", "distributed", "kernels"},
     "loader": {"layers", "checkpoint_files", "config", "quantization"},
     "attention.backend": {"config"},  # what a model sees of attention: nothing of PCP
     "models": {"attention.backend", "layers", "config", "hf_config", "workspace", "distributed"},
@@ -95,6 +97,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "kv_spec",
         "kv_ownership",
         "layers",
+        "limits",
         "loader",
         "models",
         "sampling",

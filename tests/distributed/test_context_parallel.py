@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from prefold.attention import travel
+from prefold.attention import plan, travel
 from prefold.kernels import library
 from prefold.testing.attention_step import Layout, Req, check_step, decode, prefill, random_batch
 from prefold.worker import step_plan
@@ -53,6 +53,15 @@ WAYS = ["local", "sliced"]
 @pytest.mark.parametrize("name", BATCHES)
 def test_a_step_on_ranks_equals_dense_attention(name: str, size: int, way: str):
     check_step(BATCHES[name], Layout(size, way=way))
+
+
+@pytest.mark.parametrize("most", [0, 9, 20])
+@pytest.mark.parametrize("form", ["absorbed"], indirect=True)
+def test_absorbed_queries_that_buffers_have_no_room_for(most: int, form: str, monkeypatch):
+    """The first ones stay absorbed, the rest is up-projected, decode tokens are absorbed in any case."""
+    monkeypatch.setattr(plan, "ABSORBED_TOKENS", most)
+    for name in ("mixed", "many lengths", "decode only"):
+        check_step(BATCHES[name], Layout(2, way="local"))
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefold.attention.context_ways import AUTO, KV, LOCAL, QUERY, SLICED, TRAVEL_TOKENS, WAYS, ContextWays
-from prefold.attention.paged import MOST_QUERIES
+from prefold.attention.context_ways import AUTO, KV, LOCAL, QUERY, SLICED, WAYS, ContextWays
 from prefold.config import DSAConfig, MLAConfig
 from prefold.distributed.pcp_layout import partition
+from prefold.limits import MOST_QUERIES, TRAVEL_TOKENS
 
 MLA = MLAConfig(None, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
 LAYOUTS = [(1, 1), (2, 1), (4, 1), (2, 2), (4, 2), (4, 4), (1, 2), (2, 4), (1, 8)]

@@ -4,11 +4,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from prefold.layers.embedding import VocabParallel
 from prefold.layers.linear import (
     CONVERT_ONCE_FROM,
     CONVERT_WEIGHT_FROM,
-    MLP_TILE,
-    WIDENED_ROWS,
     ColumnParallelLinear,
     Env,
     GatedMLP,
@@ -18,6 +17,7 @@ from prefold.layers.linear import (
     prepared,
 )
 from prefold.layers.norm import ROWS_PER_PASS, RMSNorm
+from prefold.limits import MLP_TILE, WIDENED_ROWS
 from prefold.testing.threads import run_threads, single_rank
 from prefold.workspace import Workspace
 
@@ -161,3 +161,13 @@ def test_mlp_in_tiles(num_tokens: int, weight_dtype: torch.dtype):
     gate, up = (x @ mlp.gate_up.weight.float().t()).chunk(2, dim=-1)
     expected = F.silu(gate) * up @ mlp.down.weight.float().t()
     torch.testing.assert_close(mlp(x), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("num_tokens", [0, *EDGES, 3 * CONVERT_ONCE_FROM])
+def test_logits_of_many_rows_convert_no_weight(num_tokens: int):
+    env = env_of(torch.bfloat16, torch.float32)
+    head = VocabParallel(50, 16, env)
+    head.weight.copy_(normal(50, 16, seed=1))
+    hidden = normal(num_tokens, 16, seed=2)
+    torch.testing.assert_close(head.logits(hidden), hidden @ head.weight.float().t(), rtol=0, atol=1e-4)
+    assert env.workspace.num_bytes == num_tokens * 50 * 4

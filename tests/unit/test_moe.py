@@ -12,8 +12,9 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkR
 
 from prefold.config import MoEConfig
 from prefold.layers.experts import experts_in
-from prefold.layers.linear import MLP_TILE, Env
+from prefold.layers.linear import Env
 from prefold.layers.moe import MoE, Router
+from prefold.limits import MLP_TILE
 from prefold.testing.threads import run_threads, single_rank
 from prefold.workspace import Workspace
 

@@ -23,7 +23,7 @@ from prefold.attention.forms import KVForms
 from prefold.attention.kv_tiles import KVTiles
 from prefold.attention.mla import UpProjectedForm
 from prefold.attention.paged import PagedCache, PagedQueries, attend_own, can_attend_paged, is_paged
-from prefold.attention.plan import RequestWork, Rows, StepPlan
+from prefold.attention.plan import RequestWork, Rows, StepPlan, within_buffers
 from prefold.attention.projected import ProjectedTiles
 from prefold.attention.queries import LayerQueries
 from prefold.attention.row_format import RowFormat
@@ -97,10 +97,11 @@ class ContextParallelAttention:
         self._plan = plan
         has_one_form = isinstance(self._attention, GQAConfig)
         pages = self._can_attend_paged and self._holds_requests
-        paged = [pages and is_paged(work, has_one_form) for work in plan.works]
+        works = within_buffers(plan.works, plan.num_prefill_tokens)
+        paged = [pages and is_paged(work, has_one_form) for work in works]
         self._walked_places = [i for i, is_one in enumerate(paged) if not is_one]
-        self._walked = tuple(plan.works[i] for i in self._walked_places)
-        self._few = PagedQueries.of_works([work for work, is_one in zip(plan.works, paged) if is_one])
+        self._walked = tuple(works[i] for i in self._walked_places)
+        self._few = PagedQueries.of_works([work for work, is_one in zip(works, paged) if is_one])
         shared = plan.shared_decode if self._can_attend_paged else ()
         self._few_shared = PagedQueries.of_shared(shared)
         block_size = self._kv_cache.shape[2]

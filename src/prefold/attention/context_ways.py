@@ -27,20 +27,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefold.attention.forms import PER_KEY_ELEMENT, form_costs
-from prefold.attention.paged import MOST_QUERIES
 from prefold.attention.sparse_costs import masked_cost, selected_cost
 from prefold.config import DTYPES, DSAConfig, EngineConfig, GQAConfig, MLAConfig
 from prefold.kv_spec import row_bytes
+from prefold.limits import MOST_QUERIES, QUERY_BLOCK, TRAVEL_TOKENS, VISIT_TOKENS, shared_rows
 
 LOCAL, SLICED, QUERY, KV = WAYS = ("local", "sliced", "query", "kv")
 
 AUTO = "auto"
-
-TRAVEL_TOKENS = 4096
-"""Queries that travel at once, all ranks' together: bounds the buffers. A piece reads all keys again."""
-
-VISIT_TOKENS = 512
-"""The same with sparse attention, where each query brings index_topk candidates of each rank."""
 
 PER_STORED_ELEMENT = 14
 """Reading it for few queries, which take rows as they are stored (attention.paged): 75 % of memory's rate."""
@@ -62,12 +56,6 @@ operations. Measured: 1.9 ms per layer for one token, whatever the context."""
 
 PER_CANDIDATE = 1000
 """One of the candidates of all ranks for a query: gathered, compared, made a position. Measured: 20 ns."""
-
-SHARED_BYTES, MIN_SHARED_ROWS = 40 << 20, 256
-"""Of what a rank projects for others at a time. Attending to fewer keys reads and writes sums more often."""
-
-KEY_READERS = 128
-"""Queries that share the reading of index keys (selection.QUERY_BLOCK)."""
 
 RESULT_BYTES = 4
 """Results travel in float32."""
@@ -124,7 +112,7 @@ class ContextWays:
             forced=runtime.context_attention,
             has_windows=model.attention.has_windows,
             shared_from=_shared_from(config, shares_memory),
-            shared_rows=max(MIN_SHARED_ROWS, SHARED_BYTES // max(1, _projected_bytes(config))),
+            shared_rows=shared_rows(_projected_bytes(config)),
         )
 
     @property
@@ -239,7 +227,7 @@ class ContextWays:
 
     def _select(self, num_queries: np.ndarray, of_rank: np.ndarray, num_keys: np.ndarray) -> np.ndarray:
         """Sparse attention: queries score keys, in layers that do. Those of a rank share the reading."""
-        dsa, readers = self.dsa, -(-of_rank // KEY_READERS) * (num_queries // np.maximum(of_rank, 1))
+        dsa, readers = self.dsa, -(-of_rank // QUERY_BLOCK) * (num_queries // np.maximum(of_rank, 1))
         assert dsa is not None
         scored = num_queries * num_keys * dsa.num_heads * (dsa.head_dim + 1)
         return self._share * (scored + readers * num_keys * dsa.head_dim * PER_KEY_ELEMENT)

@@ -19,10 +19,8 @@ from prefold.attention.row_format import RowFormat
 from prefold.attention.shared_decode import SharedWork
 from prefold.kernels import library, rows
 from prefold.kernels.rows import BlockRows
+from prefold.limits import MOST_QUERIES
 from prefold.workspace import Workspace
-
-MOST_QUERIES = 8
-"""Queries of a request from which on a walk, which reads keys once for all of them, is as fast."""
 
 
 @dataclass(frozen=True, eq=False)

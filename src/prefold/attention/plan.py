@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from prefold.attention.projected import ProjectedTile
 from prefold.attention.shared_decode import SharedWork
 from prefold.attention.sparse_shards import Visitors
 from prefold.attention.walk import Run, Segment, Window
+from prefold.limits import ABSORBED_TOKENS
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +53,19 @@ class RequestWork:
         if size is None:
             return None
         return Window(np.concatenate([np.arange(run.start, run.end) for run in self.runs]), size)
+
+
+def within_buffers(works: Sequence[RequestWork], num_prefill_tokens: int) -> tuple[RequestWork, ...]:
+    """The works of a rank, of whose prefill tokens at most ABSORBED_TOKENS take the absorbed form."""
+    if num_prefill_tokens <= ABSORBED_TOKENS:
+        return tuple(works)
+    room, chosen = ABSORBED_TOKENS, []
+    for work in works:
+        if work.absorbed and work.tokens.start < num_prefill_tokens:
+            room -= work.tokens.stop - work.tokens.start
+            work = work if room >= 0 else replace(work, absorbed=False)
+        chosen.append(work)
+    return tuple(chosen)
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,10 +21,8 @@ from prefold.attention.walk import Latents
 from prefold.distributed.group import Group
 from prefold.kernels import dense, indexer
 from prefold.kv_ownership import KVOwnership
+from prefold.limits import QUERY_BLOCK
 from prefold.workspace import Workspace
-
-QUERY_BLOCK = 128
-"""Queries that share the reading of a tile of keys, and whose candidates are kept at a time."""
 
 SCORE_ELEMENTS = 512 * 1024
 """Scores per head that are computed together: 2 MiB, about a core's second-level cache."""

@@ -34,13 +34,14 @@ from prefold.attention.masked import MaskedAttention, MaskedQueries
 from prefold.attention.plan import RequestWork, StepPlan
 from prefold.attention.row_format import PlainFormat
 from prefold.attention.selected import attend_selected
-from prefold.attention.selection import QUERY_BLOCK, AllTokens, KeySelector, PagedTokens
+from prefold.attention.selection import AllTokens, KeySelector, PagedTokens
 from prefold.attention.sparse_costs import num_masked
 from prefold.attention.sparse_layer import PagedKeys, RequestKeys, SparseLayer
 from prefold.attention.sparse_shards import SparseShards
 from prefold.attention.walk import CacheReader, Run, Segment, rows_of
 from prefold.config import MLAConfig
 from prefold.kernels import library
+from prefold.limits import QUERY_BLOCK
 
 
 @dataclass(frozen=True, eq=False)

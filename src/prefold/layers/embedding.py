@@ -11,7 +11,7 @@ import torch
 
 from prefold.kernels import fused
 from prefold.layers.layer import Layer
-from prefold.layers.linear import Env, multiply, prepared
+from prefold.layers.linear import Env, multiply
 from prefold.layers.weight import Weight, parameter
 
 
@@ -45,9 +45,12 @@ class VocabParallel(Layer):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [n, hidden] -> [n, vocab_size] float32, on every rank; valid until the next call."""
-        num_tokens, ws = hidden.shape[0], self.env.workspace
-        local = ws.get("logits.local", (num_tokens, self.weight.shape[0]), hidden.dtype)
-        multiply(hidden, prepared([self.weight], num_tokens, "linear.weight", self.env), local, self.env)
+        local = self.env.workspace.get("logits.local", (hidden.shape[0], self.weight.shape[0]), hidden.dtype)
+        # So few at a time that the weight, which is the largest of all, is not converted as a whole.
+        most = self.env.convert_from - 1 if self.weight.dtype != hidden.dtype else len(hidden)
+        pieces = max(1, -(-len(hidden) // max(1, most)))
+        for rows, part in zip(hidden.chunk(pieces), local.chunk(pieces), strict=True):
+            multiply(rows, [self.weight], part, self.env)
         parts = self.env.tp.all_gather(local)  # [TP, n, rows]
         logits = parts.transpose(0, 1).flatten(1)
         return logits[:, : self.vocab_size].float()

@@ -21,6 +21,7 @@ from prefold.kernels.quantized import QuantizedMatrix
 from prefold.layers.bands import Band, Bands
 from prefold.layers.layer import Layer
 from prefold.layers.weight import Weight, parameter, shard, whole
+from prefold.limits import EXPANDED_TILE, MLP_TILE, WIDENED_ROWS
 
 if TYPE_CHECKING:
     from prefold.distributed.group import Group
@@ -37,24 +38,14 @@ Measured on a CPU: bfloat16 wins below about 40 rows, converting wins above.
 CONVERT_ONCE_FROM = 256
 """The same where native code converts a weight block by block, in the cache: level at 256 rows."""
 
-WIDENED_ROWS = 8
-"""Up to so many bfloat16 rows are multiplied as float32: native code reads the weight 1.6 times as fast as
-torch's product, which pays back only when arithmetic counts."""
-
 EXPAND_FROM = 16
 """Rows from which tiles of a quantised weight are expanded for a matrix multiplication.
 
 With fewer, each row of the weight is decoded as it meets them.
 """
 
-EXPANDED_TILE = 1 << 20
-"""Elements of a tile: 4 MiB of float32. Smaller ones are nearer in the caches, and multiply slower."""
-
 DELTA = "layer.delta"
 """Role of what attention and MLP add to the residual stream: each is added before the other is computed."""
-
-MLP_TILE = 1024
-"""Rows that an MLP computes at a time: its intermediate values are many times wider than its input."""
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,6 @@ from prefold.attention.context_ways import (
     LOCAL,
     QUERY,
     SLICED,
-    TRAVEL_TOKENS,
-    VISIT_TOKENS,
     ContextWays,
 )
 from prefold.attention.forms import prefer_absorbed
@@ -30,6 +28,7 @@ from prefold.attention.sparse_shards import Visitors
 from prefold.attention.walk import Run, Segment, others_segments, own_segments, prefix_segments
 from prefold.distributed.pcp_layout import Partition, token_indices_by_rank
 from prefold.kv_ownership import KVOwnership
+from prefold.limits import TRAVEL_TOKENS, VISIT_TOKENS
 from prefold.worker.global_batch import GlobalBatch
 from prefold.worker.projected_tiles import projected_tiles
 from prefold.worker.request_states import RequestStates

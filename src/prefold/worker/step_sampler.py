@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from prefold.distributed.group import Group
+from prefold.limits import LOGITS_ROWS
 from prefold.models.decoder import Decoder
 from prefold.sampling.grammar import GrammarError, Grammars
 from prefold.sampling.logprobs import compute_logprobs
@@ -15,9 +16,6 @@ from prefold.sampling.sampler import InvalidLogitsError, Sampler, SamplerOutput,
 from prefold.step import SchedulerOutput, TokenLogprobs
 from prefold.worker.global_batch import GlobalBatch
 from prefold.worker.request_states import RequestInfo, RequestStates
-
-LOGITS_ROWS = 256
-"""Rows of logits computed at a time: bounds prompt_logprobs' memory to rows x vocabulary."""
 
 
 @dataclass(frozen=True, eq=False)
