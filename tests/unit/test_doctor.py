@@ -7,11 +7,13 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 
 from prefold.benchmark.doctor_facts import Facts, advise, gather, measured_advice
 from prefold.cli.doctor_table import print_report
 from prefold.cli.main import main
 from prefold.cli.screen import make_console
+from prefold.kernels import dense
 
 GOOD = Facts(
     cpu="A processor", flags=("avx2",), cores=(0, 1, 2, 3), numa_nodes=((0, 1, 2, 3),), kernel_threads=4
@@ -60,6 +62,7 @@ def test_a_run_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     report = json.loads(printed.out)
     assert "doctor: exchange between two ranks" in printed.err
     assert report["machine"]["cores"] == list(gather().cores)
+    assert report["software"]["kernels"] == dense.describe(getattr(torch, report["machine"]["compute_dtype"]))
     assert report["machine"]["cores_of_ranks"]["1"] == [report["machine"]["cores"]]
     measured = {(rate["what"], rate["of"]) for rate in report["rates"]}
     assert {what for what, _ in measured} == {"matmul", "attention", "decode row", "memory"}
@@ -71,7 +74,7 @@ def test_a_run_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
 
     out = io.StringIO()
     report["advice"] = [{"name": "noise", "text": "Others are [busy]."}]
-    report["software"]["bfloat16_attention"] = "amx_bf16"
+    report["software"] |= {"kernels": "native, avx512; attention by amx_bf16", "instruction_sets": ["avx512"]}
     print_report(report, make_console(out))
     text = out.getvalue()
     words = (
@@ -80,7 +83,7 @@ def test_a_run_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
         "computes in",
         "1 thread",
         "shared memory",
-        "amx_bf16",
+        "native, avx512; attention by amx_bf16",
         "Others are [busy].",
     )
     for word in words:

@@ -7,9 +7,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from prefold import LLM, SamplingParams
-from prefold.kernels import library
+from prefold.kernels import dense, library
 from prefold.kernels.sources import digest
 from prefold.testing.checkpoints import make_checkpoint
 
@@ -82,7 +83,27 @@ def test_the_engine_says_which_kernels_run(
         llm.shutdown()
         warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
         assert warnings == [problem] * bool(problem)
-        assert (
-            f"kernels: {'torch' if problem else 'native, ' + library.instruction_sets()[-1]}" in caplog.text
-        )
+        kernels = "torch" if problem else f"native, {library.instruction_sets()[-1]}"
+        assert f"kernels: {kernels}" in caplog.text
     assert tokens[0] == tokens[1] == tokens[2]
+
+
+@pytest.mark.parametrize(
+    ("has_tiles", "has_fast_pairs", "expected"),
+    [
+        (True, True, "native, avx2; attention by amx_bf16"),
+        (False, True, "native, avx2; attention by avx512_bf16"),
+        (False, False, "native, avx2"),
+    ],
+)
+def test_kernels_are_named(
+    has_tiles: bool, has_fast_pairs: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "is_available", lambda: True)
+    monkeypatch.setattr(library, "instruction_sets", lambda: ("portable", "avx2"))
+    monkeypatch.setattr(library, "has_tiles", lambda: has_tiles)
+    monkeypatch.setattr(library, "has_fast_pairs", lambda: has_fast_pairs)
+    assert dense.describe(torch.bfloat16) == expected
+    assert dense.describe(torch.float32) == "native, avx2"
+    monkeypatch.setattr(library, "is_available", lambda: False)
+    assert dense.describe(torch.bfloat16) == "torch"

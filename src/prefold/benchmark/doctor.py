@@ -50,6 +50,7 @@ def examine(quick: bool, note: Callable[[str], None]) -> dict[str, Any]:
             "rendezvous": f"file://{folder}/rendezvous",
             "seconds": QUICK_SECONDS if quick else SECONDS,
             "threads": num_cores,
+            "compute_dtype": facts.compute_dtype,
         }
         sides = [
             stack.enter_context(

@@ -37,7 +37,8 @@ Task = tuple[Callable[[], object], float]
 
 
 def start(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
-    """`setup`: `rank` of two, `rendezvous`, `threads`, and for how many `seconds` each thing is measured."""
+    """`setup`: `rank` of two, `rendezvous`, `threads`, `compute_dtype` that an engine takes for bfloat16
+    checkpoints, and for how many `seconds` each thing is measured."""
     seconds, rank = setup["seconds"], setup["rank"]
     torch.set_num_threads(setup["threads"])
     torch.manual_seed(0)
@@ -59,7 +60,7 @@ def start(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
         "torch_has_cuda": torch.version.cuda is not None,
         "sees_gpu": torch.cuda.is_available(),
         "instruction_sets": library.instruction_sets(),
-        "bfloat16_attention": dense.best(torch.bfloat16),
+        "kernels": dense.describe(getattr(torch, setup["compute_dtype"])),
         "kernel_problem": library.problem(),
         "kernel_threads": library.num_threads(),
     }

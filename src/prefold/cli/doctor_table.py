@@ -79,12 +79,10 @@ def _software(report: dict[str, Any]) -> Table:
     gpu = "a GPU" if facts["sees_gpu"] else "no GPU"
     table.add_row("torch", f"{software['torch']}, sees {gpu}")
     if sets:
-        kernels = f"{sets[-1]}, the best that this processor has of {', '.join(sets)}"
+        kernels = f"{software['kernels']} (this processor has {', '.join(sets)})"
         table.add_row("kernels", f"{kernels}; {facts['kernel_threads']} threads")
     else:
         table.add_row("kernels", "none, torch does the work")
-    if software["bfloat16_attention"]:
-        table.add_row("attention", f"in bfloat16 by {software['bfloat16_attention']}")
     table.add_row("computes in", f"{facts['compute_dtype']}: {report['software']['compute_dtype_reason']}")
     return table
 

@@ -63,6 +63,16 @@ def best(dtype: torch.dtype) -> str | None:
     return PAIRS if dtype == torch.bfloat16 and library.has_fast_pairs() else None
 
 
+def describe(dtype: torch.dtype) -> str:
+    """Which kernels compute in this dtype on a CPU, for people: `native, avx512; attention by amx_bf16`, or
+    `torch`."""
+    if not library.is_available():
+        return "torch"
+    instruction_set = best(dtype)
+    attention = "" if instruction_set is None else f"; attention by {instruction_set}"
+    return f"native, {library.instruction_sets()[-1]}{attention}"
+
+
 def attend_(
     q: torch.Tensor,
     k: torch.Tensor,

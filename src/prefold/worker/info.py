@@ -15,6 +15,6 @@ class WorkerInfo(msgspec.Struct):
     cores: list[int]
     weight_bytes: int
     kernels: str
-    """What computes: the native kernels' instruction set, or torch."""
+    """What computes; see kernels.dense.describe."""
     kernels_problem: str
     """Why there are no native kernels where there should be, in whole sentences; empty if there are."""

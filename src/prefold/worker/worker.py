@@ -12,7 +12,7 @@ import torch
 from prefold.config import EngineConfig
 from prefold.distributed.group import Group, init_distributed, make_groups
 from prefold.distributed.mesh import Mesh
-from prefold.kernels import library
+from prefold.kernels import dense, library
 from prefold.step import ModelRunnerOutput, SchedulerOutput
 from prefold.worker.info import WorkerInfo
 from prefold.worker.model_runner import ModelRunner
@@ -35,15 +35,16 @@ class Worker:
 
     def info(self) -> WorkerInfo:
         cores = sorted(os.sched_getaffinity(0))
-        is_native = self.config.runtime.device == "cpu" and library.is_available()
+        runtime = self.config.runtime
+        on_cpu = runtime.device == "cpu"
         return WorkerInfo(
             rank=self.rank,
             pid=os.getpid(),
             digest=self.config.digest(),
             cores=cores,
             weight_bytes=self.runner.weight_bytes,
-            kernels=f"native, {library.instruction_sets()[-1]}" if is_native else "torch",
-            kernels_problem=library.problem() if self.config.runtime.device == "cpu" else "",
+            kernels=dense.describe(getattr(torch, runtime.compute_dtype)) if on_cpu else "torch",
+            kernels_problem=library.problem() if on_cpu else "",
         )
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput | None:
