@@ -22,6 +22,7 @@ SOURCE = ROOT / "src"
 MAX_LINES = 500
 
 FOUNDATION = {
+    "causal",
     "config",
     "control",
     "request",
@@ -39,6 +40,7 @@ RANK_ARITHMETIC = {f"distributed.{name}" for name in ("mesh", "pcp_layout", "lay
 
 MAY_IMPORT: dict[str, set[str]] = {
     # Foundation: no torch, and nothing above.
+    "causal": set(),
     "config": set(),
     "request": set(),
     "kv_spec": {"config"},
@@ -59,12 +61,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "quantization.formats": set(),
     "quantization.scheme": set(),
     "quantization.catalog": {"checkpoint_files"},
-    "flops": {"config"},
+    "flops": {"causal", "config"},
     "weight_sizes": {"config", "flops", "checkpoint_files", "gguf_file"}
     | {"quantization.catalog", "quantization.formats", "quantization.scheme"},
     "traffic": {"config", "kv_spec"} | RANK_ARITHMETIC,
     "distributed.mesh": {"config"},
-    "distributed.pcp_layout": set(),
+    "distributed.pcp_layout": {"causal"},
     "distributed.slots": set(),
     "distributed.layouts": {"config", "kv_spec", "flops", "distributed.mesh", "distributed.stages"},
     "distributed.stages": {"config", "flops"},
@@ -82,32 +84,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     # What computes. `layers` and `attention` do not know each other; a model gets attention as `ctx`.
     "workspace": set(),
     "distributed": {"distributed.mesh", "distributed.slots", "config"},
-    "attention": {"config", "kv_spec", "kv_ownership", "limits", "workspace", "distributed", "kernels"},
+    "attention": {"causal", "config", "kv_spec", "kv_ownership", "limits"}
+    | {"workspace", "distributed", "kernels"},
     "layers": {"config", "limits", "traffic", "workspace", "distributed", "kernels"},
     "loader": {"layers", "checkpoint_files", "config", "quantization"},
     "attention.backend": {"config"},  # what a model sees of attention: nothing of PCP
     "models": {"attention.backend", "layers", "config", "hf_config", "workspace", "distributed"},
     "sampling": {"request", "step", "grammar", "tokenizer"},
-    "worker": {
-        "attention",
-        "control",
-        "distributed",
-        "hardware",
-        "kernels",
-        "kv_spec",
-        "kv_ownership",
-        "layers",
-        "limits",
-        "loader",
-        "models",
-        "sampling",
-        "config",
-        "request",
-        "step",
-        "traffic",
-        "tracing",
-        "workspace",
-    }
+    "worker": {"attention", "control", "distributed", "hardware", "kernels", "layers", "limits", "loader"}
+    | {"models", "sampling", "config", "kv_spec", "kv_ownership", "request", "step", "traffic", "tracing"}
+    | {"workspace"}
     | RANK_ARITHMETIC,
     # Beside the engine.
     "convert": {"config", "hf_config", "checkpoint_files", "gguf_tokenizer", "quantization"},

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from prefold.causal import causal_pairs, limited_pairs
 from prefold.config import ModelConfig
 
 
@@ -60,7 +61,7 @@ def layer_flops(model: ModelConfig, layer: int, num_tokens: int, num_computed: i
         multiplications = _sparse_multiplications(model, layer, num_computed, end)
     else:
         limit = model.gqa.windows[layer] if model.gqa is not None else None
-        pairs = _pairs(end, limit) - _pairs(num_computed, limit)
+        pairs = limited_pairs(num_computed, end, limit)
         per_pair = model.attention.qk_head_dim + model.attention.v_head_dim
         multiplications = pairs * model.num_heads * per_pair
     return PrefillFlops(matmul=2 * num_tokens * per_token, attention=2 * multiplications)
@@ -73,23 +74,12 @@ def _sparse_multiplications(model: ModelConfig, layer: int, start: int, end: int
     per_pair = attention.qk_head_dim + attention.v_head_dim
     of_selected = dsa.index_topk * sum(attention.absorbed_dims)
     masked = max(dsa.index_topk, of_selected // per_pair)  # the first tokens: those that attend to all keys
-    pairs = _pairs(min(end, masked), None) - _pairs(min(start, masked), None)
+    pairs = causal_pairs(min(start, masked), min(end, masked))
     others = max(end, masked) - max(start, masked)
     multiplications = model.num_heads * (pairs * per_pair + others * of_selected)
     if dsa.full_layers[layer]:
-        scored = _pairs(end, None) - _pairs(start, None)
-        multiplications += scored * dsa.num_heads * (dsa.head_dim + 1)
+        multiplications += causal_pairs(start, end) * dsa.num_heads * (dsa.head_dim + 1)
     return multiplications
-
-
-def _pairs(num_tokens: int, limit: int | None) -> int:
-    """Causal pairs of a sequence whose tokens see at most `limit` keys, themselves included.
-
-    >>> _pairs(4, None), _pairs(4, 2)
-    (10, 7)
-    """
-    growing = num_tokens if limit is None else min(num_tokens, limit)
-    return growing * (growing + 1) // 2 + (num_tokens - growing) * growing
 
 
 @dataclass(frozen=True)

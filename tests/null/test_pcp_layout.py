@@ -8,9 +8,10 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from prefold import causal
+from prefold.causal import causal_pairs, limited_pairs
 from prefold.distributed import pcp_layout
 from prefold.distributed.pcp_layout import (
-    causal_pairs,
     local_token_indices,
     locate_tokens,
     owner_of_last_token,
@@ -78,8 +79,9 @@ def batches_with_units(max_requests=12):
     )
 
 
-def test_worked_examples():
-    result = doctest.testmod(pcp_layout)
+@pytest.mark.parametrize("module", [causal, pcp_layout], ids=lambda module: module.__name__)
+def test_worked_examples(module):
+    result = doctest.testmod(module)
     assert result.attempted > 0
     assert result.failed == 0
 
@@ -141,7 +143,10 @@ def test_rows_are_ordered_and_counts_are_those_of_the_rows(batch):
 def test_causal_pairs_counts_the_keys_of_each_query():
     for start in range(12):
         for end in range(start, 12):
-            assert causal_pairs(start, end) == sum(p + 1 for p in range(start, end))
+            keys = [p + 1 for p in range(start, end)]
+            assert causal_pairs(start, end) == limited_pairs(start, end, None) == sum(keys)
+            for limit in range(1, 14):
+                assert limited_pairs(start, end, limit) == sum(min(seen, limit) for seen in keys)
     far = causal_pairs(np.array([2**31]), np.array([2**31 + 3]))
     assert far.tolist() == [3 * 2**31 + 6]
 

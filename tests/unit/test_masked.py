@@ -14,7 +14,7 @@ from prefold.attention.native_backend import NativeBackend
 from prefold.attention.row_format import PlainFormat
 from prefold.attention.selected import attend_selected
 from prefold.attention.selection import AllTokens, KeySelector
-from prefold.attention.sparse_costs import masked_cost, num_masked, num_pairs, selected_cost
+from prefold.attention.sparse_costs import masked_cost, num_masked, selected_cost
 from prefold.attention.sparse_layer import RequestKeys, SparseLayer
 from prefold.attention.walk import Run, rows_of
 from prefold.config import DSAConfig, MLAConfig
@@ -102,10 +102,3 @@ def test_masks_go_to_the_first_queries_and_pay(heads: int, edges: list[int]) -> 
     assert count == 0 or saved(count) > 0
     whole = [sum(end - start for start, end in runs[:n]) for n in range(1, len(runs) + 1)]
     assert all(saved(other) <= (saved(count) if count else 0) for other in whole)
-
-
-def test_pairs() -> None:
-    for start in range(5):
-        for end in range(start, 9):
-            for limit in (1, 3, 20):
-                assert num_pairs(start, end, limit) == sum(min(p + 1, limit) for p in range(start, end))

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from prefold.attention.forms import PER_KEY_ELEMENT, PREPARE_KEYS, Count
+from prefold.causal import causal_pairs, limited_pairs
 from prefold.config import MLAConfig
-from prefold.distributed.pcp_layout import causal_pairs
 
 PER_SELECTED_ELEMENT = 8
 """Fetching an element of a row that lies anywhere, and making it float32, once for all heads of a rank.
@@ -59,20 +59,9 @@ def num_masked(mla: MLAConfig, num_heads: int, runs: Iterable[tuple[int, int]]) 
         if start >= end:
             break
         count += end - start
-        pairs += num_pairs(start, end)
-        selected += num_pairs(start, end, topk)
+        pairs += causal_pairs(start, end)
+        selected += limited_pairs(start, end, topk)
         saved = selected_cost(mla, num_heads, count, selected) - masked_cost(mla, num_heads, end, pairs)
         if saved > most:
             best, most = count, saved
     return best
-
-
-def num_pairs(start: int, end: int, limit: int | None = None) -> int:
-    """Keys that queries at positions [start, end) see, themselves included, but at most `limit` each.
-
-    >>> num_pairs(2, 5), num_pairs(2, 5, limit=4)
-    (12, 11)
-    """
-    if limit is None:
-        return causal_pairs(start, end)
-    return causal_pairs(min(start, limit), min(end, limit)) + limit * (max(end, limit) - max(start, limit))

@@ -26,13 +26,13 @@ Pure numpy, closed form: no Python loop over ranks or requests.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from prefold.causal import IntOrArray, causal_pairs
+
 IntArray = NDArray[np.int64]
-IntOrArray = TypeVar("IntOrArray", int, IntArray)
 
 PAIRS_PER_TOKEN = 4096
 """Causal pairs that cost as much as the rest of one token's work (see `row_cost`)."""
@@ -90,15 +90,6 @@ class Partition:
     def rows_of(self, rank: int) -> slice:
         """The rows of `rank`, to slice any `row_*` array with."""
         return slice(int(self.row_offsets[rank]), int(self.row_offsets[rank + 1]))
-
-
-def causal_pairs(start: IntOrArray, end: IntOrArray) -> IntOrArray:
-    """Keys that queries at positions [start, end) see under a causal mask, themselves included.
-
-    >>> causal_pairs(2, 5)  # 3 + 4 + 5
-    12
-    """
-    return (end * (end + 1) - start * (start + 1)) // 2
 
 
 def row_cost(
