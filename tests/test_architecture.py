@@ -328,6 +328,7 @@ IMMUTABLE_CALLS = {
     "Path",
     "TypeVar",
     "logging.getLogger",
+    "ContextVar",  # of a thread, or of a task
     "min",
     "max",
     "int",

@@ -21,11 +21,15 @@ class Workspace:
     Asking for a name again returns the same memory: the caller must be done with the earlier view.
     With `poison` every buffer is filled with NaN when handed out, so that a read of stale contents
     shows in the result.
+
+    Attributes:
+        generation: how often a buffer was allocated. Between two allocations none of them moves.
     """
 
     def __init__(self, device: str | torch.device = "cpu", poison: bool = False) -> None:
         self._device = torch.device(device)
         self._poison = poison
+        self.generation = 0
         self._flat: dict[tuple[str, torch.dtype], torch.Tensor] = {}
         self._last: dict[tuple[str, torch.dtype], torch.Tensor] = {}  # views that were handed out
 
@@ -47,6 +51,7 @@ class Workspace:
         if flat is None or flat.numel() < numel:
             flat = torch.empty(numel, dtype=key[1], device=self._device)
             self._flat[key] = flat
+            self.generation += 1
         return flat[:numel].view(*shape)
 
     def carve(
@@ -56,6 +61,10 @@ class Workspace:
         sizes = [math.prod(shape) for shape in shapes]
         parts = torch.split(self.get(name, (sum(sizes),), dtype), sizes)
         return [part.view(shape) for part, shape in zip(parts, shapes)]
+
+    def keep(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """A copy of x in the buffer `name`."""
+        return self.get(name, x.shape, x.dtype).copy_(x)
 
     @property
     def num_bytes(self) -> int:

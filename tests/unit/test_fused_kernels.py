@@ -69,6 +69,50 @@ def test_put_rows(is_native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     assert stored.sum(1).tolist() == [54, 54, 0, 0, 0, 0, 54]
 
 
+def test_convert_of_rows_heads_and_what_is_neither() -> None:
+    for x, out in (
+        (strided(3, 9), strided(3, 9, dtype=torch.bfloat16)),
+        (torch.randn(3, 2, 9), torch.empty(3, 4, 9, dtype=torch.bfloat16)[:, 1:3]),
+        (torch.randn(3, 4, 9)[:, :2, :8], torch.empty(3, 2, 8, dtype=torch.bfloat16)),
+        (torch.randn(2, 3, 8).transpose(0, 1), torch.empty(3, 2, 8)),
+        (torch.randn(3, 9).double(), torch.empty(3, 9)),
+        (torch.randn(0, 9), torch.empty(0, 9)),
+    ):
+        assert fused.convert(x, out) is out
+        assert torch.equal(out, x.to(out.dtype))
+
+
+@pytest.mark.parametrize("instruction_set", SETS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scale_add(dtype: torch.dtype, instruction_set: str) -> None:
+    """As torch rounds it: after the multiplication, and after the addition."""
+    for size in SIZES:
+        bias = strided(1, size, dtype=dtype, seed=2)[0]
+        for scale, added in ((1.0, None), (0.7, None), (1.0, bias), (0.7, bias)):
+            x = strided(3, size, dtype=dtype)
+            expected = x if scale == 1.0 else x * scale
+            expected = expected.clone() if added is None else expected + added
+            assert fused.scale_add_(x, scale, added, instruction_set) is x
+            if scale != 1.0 and added is not None:  # one rounding less where both are one instruction
+                check(x, expected.double(), 64 if dtype == torch.float32 else 0)
+            else:
+                assert torch.equal(x, expected)
+
+
+@pytest.mark.parametrize("instruction_set", SETS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_score(dtype: torch.dtype, instruction_set: str) -> None:
+    """Also numbers of experts that are not multiples of four; a row's scores do not depend on other rows."""
+    for size in (*SIZES, 1000):
+        for num_experts in (1, 3, 4, 6, 9):
+            x, weight = strided(5, size, dtype=dtype), torch.randn(num_experts, size)
+            scores = fused.score(x, weight, torch.empty(5, num_experts), instruction_set)
+            exact, most = x.double() @ weight.double().t(), x.double().abs() @ weight.double().abs().t()
+            assert bool(((scores - exact).abs() <= 1e-6 * most).all())
+            one = fused.score(x[2:3], weight, torch.empty(1, num_experts), instruction_set)
+            assert torch.equal(one[0], scores[2])
+
+
 @pytest.mark.parametrize("instruction_set", SETS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rms_norm(dtype: torch.dtype, instruction_set: str) -> None:

@@ -13,7 +13,7 @@ tokens that all ranks of a DCP group compute (attention.shared_decode).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +32,7 @@ from prefold.attention.travel import TravelTools, Trip
 from prefold.attention.walk import CacheReader, Latents, Walk, Walker, Window, rows_of
 from prefold.config import GQAConfig, MLAConfig
 from prefold.distributed.group import Gather, Group
+from prefold.kernels.recording import again
 from prefold.kv_ownership import KVOwnership
 from prefold.workspace import Workspace
 
@@ -91,6 +92,7 @@ class ContextParallelAttention:
         self._few_shared: PagedQueries | None = None
         self._few_visiting: tuple[PagedQueries | None, ...] = ()
         self._has_few_only = False
+        self._write_decode: Rows | None = None
 
     def begin_step(self, plan: StepPlan) -> None:
         """Set the step that the coming `attend` calls, one per layer, belong to."""
@@ -111,12 +113,34 @@ class ContextParallelAttention:
         )
         moves = plan.gather_tokens or plan.travel or plan.shared_decode or plan.kv_tiles
         self._has_few_only = not self._walked and not moves
+        if self._has_few_only:
+            self._keep_in_place(plan)
+
+    def _keep_in_place(self, plan: StepPlan) -> None:
+        """Put what kernels read of the step where they have found it in the last one."""
+        keep, written = self._workspace.keep, plan.write_decode
+        self._write_decode = Rows(
+            keep("attention.rows", written.rows), keep("attention.slots", written.slots)
+        )
+        if self._few is not None:
+            self._few = self._few.kept(self._workspace)
+
+    @property
+    def step_kind(self) -> Hashable:
+        """What the calls of kernels of this step depend on, besides its number of tokens."""
+        if not self._has_few_only:
+            return None
+        assert self._write_decode is not None
+        return len(self._write_decode.rows), None if self._few is None else self._few.kind
 
     def attend(
         self, layer_idx: int, q: torch.Tensor, kv: torch.Tensor, rows: LatentRows | HeadRows
     ) -> torch.Tensor:
         """See AttentionContext.attend."""
-        out, _ = self._attend(layer_idx, q, kv, rows)
+        if self._has_few_only:  # kernels alone: a recording has them
+            out, _ = self._attend(layer_idx, q, kv, rows)
+        else:
+            out, _ = again(self._attend, layer_idx, q, kv, rows)
         return out.flatten(1)
 
     def _attend(
@@ -131,7 +155,8 @@ class ContextParallelAttention:
         stored = PagedCache(self._kv_cache[layer_idx][..., :width], self._format)
         out = self._workspace.get("attention.out", (*q.shape[:2], forms.plain.out_dim), self._compute_dtype)
         if self._has_few_only:
-            self._store(layer_idx, kv, plan.write_decode)
+            assert self._write_decode is not None
+            self._store(layer_idx, kv, self._write_decode)
             if self._few is not None:
                 attend_own(self._few, stored, q, forms, self._scale, out, self._workspace)
             return out, self._stored_rows(kv, 0)

@@ -88,7 +88,7 @@ class KVForms:
             return cls(form, form, rows.window)
         projections = LayerProjections(rows, workspace)
         up_projected = UpProjectedForm(rows, projections, dtype, backend, workspace)
-        return cls(up_projected, AbsorbedForm(rows, projections, backend))
+        return cls(up_projected, AbsorbedForm(rows, projections, backend, workspace))
 
     def choose(self, absorbed: bool) -> KVForm:
         return self.absorbed if absorbed else self.plain

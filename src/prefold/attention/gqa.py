@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from prefold.attention.backend import AttentionBackend, HeadRows
+from prefold.kernels import fused
 from prefold.kernels.rows import RowHeads
 
 
@@ -25,11 +26,11 @@ class HeadForm:
 
     def queries(self, q: torch.Tensor, out: torch.Tensor) -> None:
         """As they are: [n, num_heads, head_dim]."""
-        out.copy_(q)
+        fused.convert(q, out)
 
     def results(self, attended: torch.Tensor, out: torch.Tensor) -> None:
         """As they are: [n, num_heads, head_dim]."""
-        out.copy_(attended)
+        fused.convert(attended, out)
 
     def keys_values(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[n, 2 * num_kv_heads * head_dim] -> k, v [num_kv_heads, n, head_dim]."""

@@ -15,8 +15,12 @@ import torch
 
 from prefold.attention.backend import AttentionBackend, LatentRows
 from prefold.kernels import fused, native
+from prefold.kernels.recording import again
 from prefold.kernels.rows import RowHeads
 from prefold.workspace import Workspace
+
+WIDENED_ROWS = 8
+"""Up to so many bfloat16 queries or results change as float32, for the reason given in layers.linear."""
 
 PROJECT_FROM = 64
 """Queries from which converting the weights to float32 pays, even if no others of the layer need that."""
@@ -49,17 +53,31 @@ class AbsorbedForm:
     """See attention.forms.KVForm. Few queries and results change in the dtype of the weights, many in
     float32, head by head: each head's are columns of a matrix."""
 
-    def __init__(self, rows: LatentRows, projections: LayerProjections, backend: AttentionBackend) -> None:
+    def __init__(
+        self,
+        rows: LatentRows,
+        projections: LayerProjections,
+        backend: AttentionBackend,
+        workspace: Workspace,
+    ) -> None:
         self._mla, self._w_uk, self._w_uv = rows.mla, rows.w_uk, rows.w_uv
         self._projections = projections
         self.num_kv_heads = 1
         self.q_dim, self.out_dim = rows.mla.absorbed_dims
         self.row_heads = RowHeads()
         self._backend = backend
+        self._workspace = workspace
+
+    def _widens(self, rows: torch.Tensor) -> bool:
+        """Whether rows in bfloat16 are few enough to change in float32, as native code does it."""
+        is_few = rows.dtype == torch.bfloat16 and len(rows) <= WIDENED_ROWS
+        return is_few and native.serves(torch.float32, self._w_uk.dtype, rows.is_cpu)
 
     def queries(self, q: torch.Tensor, out: torch.Tensor) -> None:
         """Queries for the latent: [n, num_heads, qk_head_dim] -> out [n, num_heads, token_dim] float32."""
         mla = self._mla
+        if self._widens(q):
+            q = fused.convert(q, self._workspace.get("mla.wide_q", q.shape, torch.float32))
         q_nope, latent_q = q[..., : mla.qk_nope_head_dim], out[..., : mla.kv_lora_rank]
         if len(q) >= PROJECT_FROM and q.dtype == torch.float32:
             for head, weight in enumerate(self._projections.get("w_uk", torch.float32)):
@@ -68,13 +86,10 @@ class AbsorbedForm:
             return
         if native.can_multiply(q, self._w_uk, out):
             native.combine(q_nope.transpose(0, 1), self._w_uk, latent_q.transpose(0, 1))
-            for one, latent_one in zip(q[..., mla.qk_nope_head_dim :], out[..., mla.kv_lora_rank :]):
-                fused.copy_rows(one, latent_one)
-            return
-        # Few queries: converting them is cheaper than converting the weight.
-        rounded = q_nope.transpose(0, 1).to(self._w_uk.dtype)
-        latent_q.copy_(torch.bmm(rounded, self._w_uk).transpose(0, 1))
-        out[..., mla.kv_lora_rank :].copy_(q[..., mla.qk_nope_head_dim :])
+        else:
+            again(_multiply_heads, q_nope, self._w_uk, latent_q)
+        for one, latent_one in zip(q[..., mla.qk_nope_head_dim :], out[..., mla.kv_lora_rank :]):
+            fused.convert(one, latent_one)
 
     def results(self, attended: torch.Tensor, out: torch.Tensor) -> None:
         """Attended latents to values: [n, num_heads, kv_lora_rank] -> out [n, num_heads, v]."""
@@ -85,15 +100,25 @@ class AbsorbedForm:
         if native.can_multiply(attended, self._w_uv, out):
             native.linear(attended.transpose(0, 1), self._w_uv, out.transpose(0, 1))
             return
-        latent = attended.transpose(0, 1).to(self._w_uv.dtype)
-        values = torch.bmm(latent, self._w_uv.transpose(1, 2))
-        out.copy_(values.transpose(0, 1))
+        if attended.dtype == torch.float32 and self._widens(out):
+            values = self._workspace.get("mla.wide_values", out.shape, torch.float32)
+            native.linear(attended.transpose(0, 1), self._w_uv, values.transpose(0, 1))
+            fused.convert(values, out)
+            return
+        again(_multiply_heads, attended, self._w_uv.transpose(1, 2), out)
 
     def keys_values(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[n, token_dim] -> k, v for one KV head: the values are the head of the keys."""
         k = self._backend.keys(1, *rows.shape)
         k[0, :, : rows.shape[1]].copy_(rows)
         return k, k[..., : self._mla.kv_lora_rank]
+
+
+def _multiply_heads(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    """x [n, heads, k] times weight [heads, k, m] into out [n, heads, m], of any dtypes."""
+    # With few rows converting those is cheaper than converting the weight.
+    heads = torch.bmm(x.transpose(0, 1).to(weight.dtype), weight)
+    out.copy_(heads.transpose(0, 1))
 
 
 class UpProjectedForm:

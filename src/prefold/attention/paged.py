@@ -7,7 +7,7 @@ call per layer for all requests. The cache must have all keys that they see, so 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -70,6 +70,21 @@ class PagedQueries:
             [np.arange(visit.queries.start, visit.queries.stop) for visit in visits],
             [np.full(count, visit.end - visit.start) for visit, count in zip(visits, counts, strict=True)],
         )
+
+    @property
+    def kind(self) -> Hashable:
+        """Facts other than the contents of tensors."""
+        tokens = self.tokens if isinstance(self.tokens, slice) else None
+        return tokens and (tokens.start, tokens.stop), self.blocks.shape, len(self.lengths)
+
+    def kept(self, workspace: Workspace) -> PagedQueries:
+        """The same in buffers, with tables of a length that seldom changes: a power of two."""
+        num_requests, num_blocks = self.blocks.shape
+        length = 1 << max(num_blocks - 1, 0).bit_length()
+        blocks = workspace.get("paged.blocks", (num_requests, length), torch.int64)
+        blocks[:, :num_blocks].copy_(self.blocks)
+        tables = workspace.keep("paged.tables", self.tables)
+        return PagedQueries(self.tokens, blocks, tables, workspace.keep("paged.lengths", self.lengths))
 
     @classmethod
     def _of(

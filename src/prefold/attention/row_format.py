@@ -86,7 +86,10 @@ class FP8Format:
     def encode(self, rows: torch.Tensor, out: torch.Tensor) -> None:
         """See RowFormat.encode."""
         if fp8.can_serve(rows):
-            fp8.encode(self.fp8_rows, rows.float(), out)
+            if rows.dtype != torch.float32:
+                wide = self._workspace.get(f"row_format.wide.{self.dim}", rows.shape, torch.float32)
+                rows = fused.convert(rows, wide)
+            fp8.encode(self.fp8_rows, rows, out)
         else:
             fp8.encode_with_torch(self.fp8_rows, rows, out)
 
@@ -94,7 +97,8 @@ class FP8Format:
         """See RowFormat.store."""
         stored = self._workspace.get(f"row_format.stored.{self.dim}", (len(rows), self.width), self.dtype)
         self.encode(rows, stored)
-        fused.put_rows(stored, out, chosen, slots)
+        # Bytes are copied by fours: rows and their parts are multiples of 16 bytes.
+        fused.put_rows(stored.view(torch.float32), out.view(torch.float32), chosen, slots)
 
     def decode(self, stored: torch.Tensor) -> torch.Tensor:
         """See RowFormat.decode."""

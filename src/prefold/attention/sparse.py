@@ -41,6 +41,7 @@ from prefold.attention.sparse_shards import SparseShards
 from prefold.attention.walk import CacheReader, Run, Segment, rows_of
 from prefold.config import MLAConfig
 from prefold.kernels import library
+from prefold.kernels.recording import again
 from prefold.limits import QUERY_BLOCK
 
 
@@ -146,6 +147,11 @@ class SparseAttention(ContextParallelAttention):
         self, layer_idx: int, q: torch.Tensor, kv: torch.Tensor, rows: LatentRows | HeadRows
     ) -> torch.Tensor:
         """See AttentionContext.attend."""
+        return again(self._attend_sparsely, layer_idx, q, kv, rows)
+
+    def _attend_sparsely(
+        self, layer_idx: int, q: torch.Tensor, kv: torch.Tensor, rows: LatentRows | HeadRows
+    ) -> torch.Tensor:
         plan = self._sparse_plan
         assert plan is not None
         assert isinstance(rows, LatentRows)

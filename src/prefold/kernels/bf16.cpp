@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "openmp.h"
+#include "replay.h"
 
 namespace {
 
@@ -234,3 +235,6 @@ void prefold_combine(int set, int64_t batch, int64_t x_batch, int64_t w_batch, i
 }
 
 }  // extern "C"
+
+PREFOLD_REPLAYS(linear)
+PREFOLD_REPLAYS(combine)

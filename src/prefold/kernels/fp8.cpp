@@ -2,6 +2,8 @@
 
 #include <cstdint>
 
+#include "replay.h"
+
 namespace {
 
 // Strides are in elements of the tensors, which are bytes, float32 and bfloat16.
@@ -25,3 +27,5 @@ void prefold_fp8_encode(int set, const FP8Arguments* arguments) { PREFOLD_DISPAT
 void prefold_fp8_decode(int set, const FP8Arguments* arguments) { PREFOLD_DISPATCH(set, fp8_decode(*arguments)); }
 
 }  // extern "C"
+
+PREFOLD_REPLAYS(fp8_encode)

@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "replay.h"
+
 namespace {
 
 // See fused.py. Strides are in elements.
@@ -31,6 +33,13 @@ struct RouteArguments {
     float* weights;
     int64_t* ids;
     float scale;
+};
+
+struct ScoreArguments {
+    int64_t num_rows, num_experts, size, x_stride;
+    const void* x;
+    const float* weight;
+    float* scores;
 };
 
 struct CopyArguments {
@@ -81,6 +90,20 @@ void prefold_copy_rows(int set, int from_bfloat16, int to_bfloat16, int64_t num_
     const CopyArguments a = {num_rows, width, x_stride, out_stride, x, from, to, out};
     if (from_bfloat16) PREFOLD_DISPATCH(set, copy_rows<uint16_t>(a, to_bfloat16));
     else PREFOLD_DISPATCH(set, copy_rows<float>(a, to_bfloat16));
+}
+
+void prefold_scale_add(int set, int is_bfloat16, void* rows, int64_t stride, int64_t num_rows, int64_t width,
+                       float scale, const void* bias) {
+    if (is_bfloat16)
+        PREFOLD_DISPATCH(set, scale_add((uint16_t*)rows, stride, num_rows, width, scale, (const uint16_t*)bias));
+    else PREFOLD_DISPATCH(set, scale_add((float*)rows, stride, num_rows, width, scale, (const float*)bias));
+}
+
+void prefold_score(int set, int is_bfloat16, int64_t num_rows, int64_t num_experts, int64_t size, const void* x,
+                   int64_t x_stride, const float* weight, float* scores) {
+    const ScoreArguments a = {num_rows, num_experts, size, x_stride, x, weight, scores};
+    if (is_bfloat16) PREFOLD_DISPATCH(set, score<uint16_t>(a));
+    else PREFOLD_DISPATCH(set, score<float>(a));
 }
 
 void prefold_route(int set, int64_t num_rows, int64_t num_experts, int64_t top_k, int64_t num_groups,
@@ -138,3 +161,13 @@ void prefold_gated_mlp(int set, int64_t num_rows, int64_t hidden, int64_t width,
 }
 
 }  // extern "C"
+
+PREFOLD_REPLAYS(normalise)
+PREFOLD_REPLAYS(rotate)
+PREFOLD_REPLAYS(gate)
+PREFOLD_REPLAYS(copy_rows)
+PREFOLD_REPLAYS(scale_add)
+PREFOLD_REPLAYS(score)
+PREFOLD_REPLAYS(route)
+PREFOLD_REPLAYS(experts)
+PREFOLD_REPLAYS(gated_mlp)

@@ -160,6 +160,47 @@ template <typename From> static inline void copy_rows(const CopyArguments& a, bo
     else copy_rows_to<From, float>(a);
 }
 
+// rows = rows * scale + bias; no bias: null.
+template <typename T>
+static inline void scale_add(T* rows, int64_t stride, int64_t num_rows, int64_t width, float scale, const T* bias) {
+    for_rows(num_rows, width, [&](int64_t i) {
+        T* row = rows + i * stride;
+        for (int64_t at = 0; at < width; at += LANES) {
+            const int64_t count = width - at;
+            Floats x = load_first(row + at, count);
+            if (scale != 1.0f) x = rounded_to(row, x * scale);
+            if (bias) x = x + load_first(bias + at, count);
+            store_first(row + at, x, count);
+        }
+    });
+}
+
+// scores[i, e] = x[i] * weight[e], four rows of the weight at a time. Each sum is made in the same order, however
+// many rows there are.
+template <typename T> static inline void score(const ScoreArguments& a) {
+    constexpr int64_t TOGETHER = 4, THREAD_ELEMENTS = 65536;
+    const int64_t blocks = (a.num_experts + TOGETHER - 1) / TOGETHER;
+    parallel_ranges(blocks, THREAD_ELEMENTS / (TOGETHER * std::max<int64_t>(a.size, 1)) + 1,
+                    [&](int64_t block, int64_t last) {
+        for (; block < last; block++) {
+            const float* weights[TOGETHER];
+            for (int64_t e = 0; e < TOGETHER; e++)
+                weights[e] = a.weight + std::min(block * TOGETHER + e, a.num_experts - 1) * a.size;
+            for (int64_t i = 0; i < a.num_rows; i++) {
+                const T* x = (const T*)a.x + i * a.x_stride;
+                Floats sums[2][TOGETHER] = {};
+                for (int64_t at = 0; at < a.size; at += LANES) {
+                    const Floats values = load_first(x + at, a.size - at);
+                    for (int64_t e = 0; e < TOGETHER; e++)
+                        sums[at / LANES % 2][e] += values * load_first(weights[e] + at, a.size - at);
+                }
+                for (int64_t e = 0; e < TOGETHER && block * TOGETHER + e < a.num_experts; e++)
+                    a.scores[i * a.num_experts + block * TOGETHER + e] = total(sums[0][e] + sums[1][e]);
+            }
+        }
+    });
+}
+
 static INLINE void scores_of(const RouteArguments& a, const float* logits, float* scores) {
     float most = logits[0];
     for (int64_t e = 1; e < a.num_experts; e++) most = std::max(most, logits[e]);

@@ -23,6 +23,8 @@ _rotate = library.declare(
 )
 _gate = library.declare("gate", c_int, c_void_p, *[c_int64] * 3)
 _copy_rows = library.declare("copy_rows", c_int, c_int, c_int64, c_int64, *(c_void_p, c_int64, c_void_p) * 2)
+_scale_add = library.declare("scale_add", c_int, c_void_p, *[c_int64] * 3, c_float, c_void_p)
+_score = library.declare("score", c_int, *[c_int64] * 3, c_void_p, c_int64, c_void_p, c_void_p)
 _route = library.declare("route", *[c_int64] * 5, *[c_int] * 3, *[c_void_p] * 4, c_float)
 _experts = library.declare(
     "experts",
@@ -178,6 +180,58 @@ def put_rows(
         out.copy_(x.index_select(0, rows))
     else:
         out.index_copy_(0, places, x.index_select(0, rows).to(out.dtype))
+
+
+def convert(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """out = x in out's dtype; both [n, width] or [n, heads, width], rows may lie apart."""
+    are_rows = all(t.ndim == 2 or t.stride(1) == t.shape[2] for t in (x, out))
+    if not (are_rows and can_fuse(x) and can_fuse(out)):
+        return out.copy_(x)
+    copy_rows(x.flatten(1), out.flatten(1))
+    return out
+
+
+def scale_add_(
+    x: torch.Tensor,
+    scale: float = 1.0,
+    bias: torch.Tensor | None = None,
+    instruction_set: str | None = None,
+) -> torch.Tensor:
+    """x = x * scale + bias for x [n, width], whose rows may lie apart, and bias [width] of x's dtype."""
+    if not can_fuse(x):
+        x = x if scale == 1.0 else x.mul_(scale)
+        return x if bias is None else x.add_(bias)
+    assert bias is None or (bias.dtype == x.dtype and bias.shape == x.shape[1:] and bias.is_contiguous())
+    assert x.stride(1) == 1 or x.shape[1] == 1
+    if scale != 1.0 or bias is not None:
+        bias_at = None if bias is None else bias.data_ptr()
+        is_bfloat16 = x.dtype == torch.bfloat16
+        _scale_add(instruction_set, is_bfloat16, x.data_ptr(), x.stride(0), *x.shape, scale, bias_at)
+    return x
+
+
+def score(
+    x: torch.Tensor, weight: torch.Tensor, scores: torch.Tensor, instruction_set: str | None = None
+) -> torch.Tensor:
+    """scores = x @ weight.T, for few rows.
+
+    Args:
+        x: [n, size] float32 or bfloat16, rows may lie apart.
+        weight: [num_experts, size] float32, contiguous.
+        scores: [n, num_experts] float32, contiguous, written.
+    """
+    (num_rows, size), num_experts = x.shape, weight.shape[0]
+    assert weight.shape == (num_experts, size), (x.shape, weight.shape)
+    assert scores.shape == (num_rows, num_experts), (scores.shape, x.shape, weight.shape)
+    assert weight.dtype == scores.dtype == torch.float32
+    assert weight.is_contiguous()
+    assert scores.is_contiguous()
+    assert x.stride(1) == 1 or size == 1
+    is_bfloat16, at = x.dtype == torch.bfloat16, (x.data_ptr(), x.stride(0))
+    _score(
+        instruction_set, is_bfloat16, num_rows, num_experts, size, *at, weight.data_ptr(), scores.data_ptr()
+    )
+    return scores
 
 
 def route(

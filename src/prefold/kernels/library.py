@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -106,6 +107,19 @@ def num_threads() -> int:
     return 1 if _LIBRARY is None else _LIBRARY.prefold_num_threads()
 
 
+class Recorder(Protocol):
+    """Is told of every kernel that its thread calls (recording.py)."""
+
+    is_paused: bool
+
+    def note(self, name: str, function: int, arguments: tuple[Any, ...]) -> None: ...
+
+    def note_python(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None: ...
+
+
+RECORDER: ContextVar[Recorder | None] = ContextVar("RECORDER", default=None)
+
+
 def declare(function: str, *argument_types: Any) -> Callable[..., None]:
     """The C function prefold_`function`(int instruction_set, ...), whose other arguments have ctypes'
     `argument_types`. It is called with one of `instruction_sets()`, or None: the best, and these."""
@@ -113,13 +127,23 @@ def declare(function: str, *argument_types: Any) -> Callable[..., None]:
         return _not_built
     found = getattr(_LIBRARY, f"prefold_{function}")
     found.argtypes, found.restype = (ctypes.c_int, *argument_types), None
+    replayed = _address(f"prefold_replay_{function}")
 
     def call(instruction_set: str | None, *arguments: Any) -> None:
         number = _BEST if instruction_set is None else INSTRUCTION_SETS.index(instruction_set)
         assert number <= _BEST, instruction_set
         found(number, *arguments)
+        recorder = RECORDER.get()
+        if recorder is not None:
+            recorder.note(function, replayed, (number, *arguments))
 
     return call
+
+
+def _address(function: str) -> int:
+    """Of a function of the library; 0 if there is none."""
+    found = getattr(_LIBRARY, function, None)
+    return 0 if found is None else ctypes.cast(found, ctypes.c_void_p).value or 0
 
 
 def _not_built(*_: Any) -> None:

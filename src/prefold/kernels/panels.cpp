@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "replay.h"
+
 namespace {
 
 // See native.py: multiply. Strides are in elements.
@@ -37,3 +39,5 @@ void prefold_multiply(int set, const float* x, int64_t x_stride, const uint16_t*
 }
 
 }  // extern "C"
+
+PREFOLD_REPLAYS(multiply)

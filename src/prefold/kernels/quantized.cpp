@@ -8,6 +8,8 @@
 
 #include <cstdint>
 
+#include "replay.h"
+
 namespace {
 
 struct Matrix {
@@ -43,3 +45,5 @@ void prefold_quantized_expand(int set, const Matrix* m, void* out, int64_t out_s
 }
 
 }  // extern "C"
+
+PREFOLD_REPLAYS(quantized_linear)

@@ -9,6 +9,8 @@
 
 #include <cstdint>
 
+#include "replay.h"
+
 namespace {
 
 // See rows.py. `bytes_per_row` are those that queries need. Strides, offsets and steps are in elements, in FP8 of the rows that are stored; `window` is 0
@@ -36,3 +38,5 @@ struct RowsArguments {
 extern "C" void prefold_attend_rows(int set, const RowsArguments* arguments, float scale) {
     PREFOLD_DISPATCH(set, attend_rows(*arguments, scale));
 }
+
+PREFOLD_REPLAYS(attend_rows)

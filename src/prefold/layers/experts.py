@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator
+from functools import partial
 
 import numpy as np
 import torch
 
 from prefold.config import MoEConfig
 from prefold.kernels import fused
+from prefold.kernels.recording import again
 from prefold.layers.bands import Bands
-from prefold.layers.expert_parallel import ExpertParallel
+from prefold.layers.expert_parallel import Dispatch, ExpertParallel
 from prefold.layers.layer import Layer
 from prefold.layers.linear import Env, gated_mlp, prepared_mlp, tiles, widens
 from prefold.layers.weight import Weight, parameter
@@ -58,11 +60,17 @@ class Experts(Layer):
             fused.experts_(out, x, weights, ids.long(), self.held.start, self.gate_up, self.down)
             return
         if widens(x, self.env) and self._is_one_call:
-            wide = self.env.workspace.get("moe.wide", x.shape, torch.float32).copy_(x)
-            total = self.env.workspace.get("moe.wide_result", x.shape, torch.float32).zero_()
+            wide = fused.convert(x, self.env.workspace.get("moe.wide", x.shape, torch.float32))
+            total = fused.convert(out, self.env.workspace.get("moe.wide_result", x.shape, torch.float32))
             fused.experts_(total, wide, weights, ids.long(), self.held.start, self.gate_up, self.down)
-            out.add_(total)
+            fused.convert(total, out)
             return
+        again(self._add_grouped, out, x, weights, ids)
+
+    def _add_grouped(
+        self, out: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+    ) -> None:
+        """`add_`, each expert's rows together."""
         workspace, hidden = self.env.workspace, x.shape[1]
         order, counts = group_by_expert(ids.cpu().numpy(), self.held)
         ends = counts.cumsum()
@@ -141,21 +149,26 @@ class WholeExperts(Experts):
     def __init__(self, hidden_size: int, moe: MoEConfig, parallel: ExpertParallel, env: Env) -> None:
         super().__init__(hidden_size, moe, parallel.held, 0, 1, env)
         self.parallel = parallel
+        self._sent: Dispatch | None = None
 
     def start(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> AddRouted:
         """Send tokens off. What is returned computes the experts on those that arrive, and gets back
         this rank's rows: one exchange each way. x [n, hidden]; weights, ids [n, top_k]."""
-        if self.parallel.capacity_tokens == 0:
-            return lambda out: None
-        dispatch = self.parallel.dispatch(x, weights, ids)
+        again(self._send, x, weights, ids)
+        return partial(again, self._answer)
 
-        def add_routed(out: torch.Tensor) -> None:
-            received, counts = self.parallel.receive(dispatch)
-            result = self.env.workspace.get("ep.result", received.hidden.shape, x.dtype).zero_()
-            self.add_(result, received.hidden, received.weights, received.ids)
-            self.parallel.combine_(out, dispatch, result, counts)
+    def _send(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> None:
+        has_tokens = self.parallel.capacity_tokens > 0
+        self._sent = self.parallel.dispatch(x, weights, ids) if has_tokens else None
 
-        return add_routed
+    def _answer(self, out: torch.Tensor) -> None:
+        """Compute what has arrived, and add to `out` what comes back."""
+        if self._sent is None:
+            return
+        received, counts = self.parallel.receive(self._sent)
+        result = self.env.workspace.get("ep.result", received.hidden.shape, out.dtype).zero_()
+        self.add_(result, received.hidden, received.weights, received.ids)
+        self.parallel.combine_(out, self._sent, result, counts)
 
 
 def group_by_expert(ids: np.ndarray, held: range) -> tuple[np.ndarray, np.ndarray]:

@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from prefold.config import DSAConfig
+from prefold.kernels.recording import again
 from prefold.layers.layer import Layer
 from prefold.layers.linear import Env, Linear
 from prefold.layers.rotary import RotaryEmbedding
@@ -53,6 +54,11 @@ class Indexer(Layer):
 
         Writes the tokens' keys to `key` [T, index dim], which may be strided.
         """
+        return again(self._project, x, q_latent, rope_rows, key)
+
+    def _project(
+        self, x: torch.Tensor, q_latent: torch.Tensor, rope_rows: torch.Tensor, key: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         dsa, rope, num_tokens = self.dsa, self.rotary.dim, x.shape[0]
         q = self.q_proj(q_latent).view(num_tokens, dsa.num_heads, dsa.head_dim)
         self.rotary.rotate_(q[..., :rope], rope_rows)

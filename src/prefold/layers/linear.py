@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from prefold.kernels import fused, library, native
 from prefold.kernels.quantized import QuantizedMatrix
+from prefold.kernels.recording import again
 from prefold.layers.bands import Band, Bands
 from prefold.layers.layer import Layer
 from prefold.layers.weight import Weight, parameter, shard, whole
@@ -82,6 +83,11 @@ def prepared(bands: Sequence[Band], num_rows: int, name: str, env: Env) -> tuple
     )
 
 
+def scale_(x: torch.Tensor, factor: float) -> torch.Tensor:
+    """x [n, width] times a number, in place; most models' numbers are 1."""
+    return fused.scale_add_(x, factor)
+
+
 def widens(x: torch.Tensor, env: Env) -> bool:
     """Whether rows in bfloat16 are few enough to be multiplied as float32."""
     is_few = x.dtype == torch.bfloat16 and x.shape[0] <= WIDENED_ROWS
@@ -91,10 +97,14 @@ def widens(x: torch.Tensor, env: Env) -> bool:
 def matmul(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """out = x @ weight.T for x [n, k], weight [m, k], out [n, m]; x and out share a dtype."""
     if weight.dtype == x.dtype:
-        return torch.mm(x, weight.t(), out=out)
+        return again(_matmul_with_torch, x, weight, out)
     if native.can_multiply(x, weight, out):
         return native.multiply(x, weight, out)
     return out.copy_(F.linear(x.to(weight.dtype), weight))
+
+
+def _matmul_with_torch(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    return torch.mm(x, weight.t(), out=out)
 
 
 def multiply(x: torch.Tensor, bands: Sequence[Band], out: torch.Tensor, env: Env) -> torch.Tensor:
@@ -105,9 +115,9 @@ def multiply(x: torch.Tensor, bands: Sequence[Band], out: torch.Tensor, env: Env
         if isinstance(band, QuantizedMatrix):
             _multiply_quantized(x, band, part, env)
         elif widens(x, env):
-            wide = env.workspace.get("linear.wide", x.shape, torch.float32).copy_(x)
+            wide = fused.convert(x, env.workspace.get("linear.wide", x.shape, torch.float32))
             result = env.workspace.get("linear.result", part.shape, torch.float32)
-            part.copy_(matmul(wide, band, result))
+            fused.convert(matmul(wide, band, result), part)
         else:
             matmul(x, band, part)
         start += band.shape[0]
@@ -121,8 +131,9 @@ def _multiply_quantized(x: torch.Tensor, weight: QuantizedMatrix, out: torch.Ten
         if x.dtype == torch.float32:
             weight.linear(x, out)
         else:
-            result = env.workspace.get("quantized.result", out.shape, torch.float32)
-            out.copy_(weight.linear(x.float(), result))
+            wide = fused.convert(x, env.workspace.get("linear.wide", x.shape, torch.float32))
+            result = env.workspace.get("linear.result", out.shape, torch.float32)
+            fused.convert(weight.linear(wide, result), out)
         return
     step = max(1, EXPANDED_TILE // columns)
     for start in range(0, weight.shape[0], step):
@@ -160,8 +171,7 @@ class Linear(Layer):
         self.bias = parameter(out_features, dtype=env.compute_dtype, device=env.device) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = _multiply(x, self.bands, self.role, self.env)
-        return out if self.bias is None else out.add_(self.bias)
+        return fused.scale_add_(_multiply(x, self.bands, self.role, self.env), bias=self.bias)
 
     def weights(self, prefixes: dict[str, int]) -> Iterator[Weight]:
         """`prefixes`: checkpoint modules whose outputs lie side by side in this one, and their widths."""
@@ -207,8 +217,7 @@ class ColumnParallelLinear(Layer):
         self.bias = parameter(total, dtype=env.compute_dtype, device=env.device) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = _multiply(x, self.bands, self.role, self.env)
-        return out if self.bias is None else out.add_(self.bias)
+        return fused.scale_add_(_multiply(x, self.bands, self.role, self.env), bias=self.bias)
 
     def weights(self, *prefixes: str) -> Iterator[Weight]:
         tp = self.env.tp
@@ -245,8 +254,7 @@ class RowParallelLinear(Layer):
 
     def finish(self, out: torch.Tensor) -> torch.Tensor:
         """Sum the ranks' summands and add the bias once, in place."""
-        self.env.tp.all_reduce(out)
-        return out if self.bias is None else out.add_(self.bias)
+        return fused.scale_add_(again(self.env.tp.all_reduce, out), bias=self.bias)
 
     def weights(self, prefix: str) -> Iterator[Weight]:
         yield shard(f"{prefix}.weight", self.weight, 1, self.env.tp.rank, self.env.tp.size, self.bands)
@@ -317,8 +325,7 @@ def gated_mlp(
     width = sum(band.shape[0] for band in w_gate_up)
     gate_up = env.workspace.get("mlp.gate_up", (x.shape[0], width), x.dtype)
     multiply(x, w_gate_up, gate_up, env)
-    if bias is not None:
-        gate_up.add_(bias)
+    fused.scale_add_(gate_up, bias=bias)
     if fused.can_fuse(gate_up):
         return multiply(fused.gate_(gate_up), w_down, out, env)
     gate, up = gate_up.chunk(2, dim=-1)

@@ -8,10 +8,14 @@ import torch
 
 from prefold.config import MoEConfig
 from prefold.kernels import fused
+from prefold.kernels.recording import again
 from prefold.layers.experts import TensorParallelExperts, WholeExperts
 from prefold.layers.layer import Layer
 from prefold.layers.linear import Env, GatedMLP
 from prefold.layers.weight import Weight, parameter, whole
+
+SCORED_ROWS = 32
+"""Up to so many rows meet the router's weight in native code, which a recording can replay."""
 
 
 class Router(Layer):
@@ -27,11 +31,12 @@ class Router(Layer):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """x [n, hidden] -> weights float32 and expert ids int64, both [n, top_k], in no order."""
         workspace = self.env.workspace
+        scores = workspace.get("moe.scores", (x.shape[0], self.moe.num_experts), torch.float32)
+        if x.shape[0] <= SCORED_ROWS and fused.can_fuse(x):
+            return self.select(fused.score(x, self.weight, scores))
         if x.dtype != torch.float32:
             x = workspace.get("moe.router_input", x.shape, torch.float32).copy_(x)
-        scores = workspace.get("moe.scores", (x.shape[0], self.moe.num_experts), torch.float32)
-        torch.mm(x, self.weight.t(), out=scores)
-        return self.select(scores)
+        return self.select(torch.mm(x, self.weight.t(), out=scores))
 
     def select(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The same from router logits [n, num_experts], which are overwritten with the scores."""
@@ -107,11 +112,11 @@ class MoE(Layer):
         if self.shared is not None:
             out = self.shared.partial(x)
         else:
-            out = self.env.workspace.get(self.role, x.shape, x.dtype).zero_()
+            out = again(torch.Tensor.zero_, self.env.workspace.get(self.role, x.shape, x.dtype))
         add_routed(out)
         if self.shared is not None:
             return self.shared.down.finish(out)
-        return self.env.tp.all_reduce(out)
+        return again(self.env.tp.all_reduce, out)
 
     def weights(self, prefix: str, names: Container[str]) -> Iterator[Weight]:
         """`names`: the checkpoint's tensors. They tell whether its experts are stacked or apart."""

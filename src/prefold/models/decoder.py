@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Container, Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,7 +22,7 @@ from prefold.attention.backend import AttentionContext
 from prefold.config import ModelConfig, RuntimeConfig
 from prefold.layers.embedding import VocabParallel
 from prefold.layers.layer import Layer
-from prefold.layers.linear import DELTA, Env, GatedMLP
+from prefold.layers.linear import DELTA, Env, GatedMLP, scale_
 from prefold.layers.moe import MoE
 from prefold.layers.norm import RMSNorm
 from prefold.layers.rotary import RotaryEmbedding
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 
 
 EMBEDDING, NORM, HEAD = "model.embed_tokens", "model.norm", "lm_head"
+RunLayers = Callable[[Callable[[], torch.Tensor], torch.Tensor], torch.Tensor]
+"""Runs the function given or does what that would do, and returns what it returns."""
 LAYER_NAME = re.compile(r"model\.layers\.(0|[1-9][0-9]*)\.")
 
 
@@ -93,6 +96,7 @@ class Decoder(Layer):
 
     Attributes:
         layer_begins: called with a layer's place on this rank before it is computed, for whoever measures.
+        run_layers: called with what computes the layers, and the residual stream that it works on.
     """
 
     def __init__(
@@ -129,6 +133,7 @@ class Decoder(Layer):
         if is_last:
             self.head = self.embedding if tied and is_first else vocab_parallel()
         self.layer_begins: Callable[[int], object] = lambda layer_idx: None
+        self.run_layers: RunLayers = lambda layers, residual: layers()
 
     def forward(
         self,
@@ -156,23 +161,30 @@ class Decoder(Layer):
             assert hidden is None
             residual = self.workspace.get("model.residual", shape, self.compute_dtype)
             self.embedding.embed(input_ids, out=residual)
-            _scale_(residual, self.config.embedding_scale)
+            scale_(residual, self.config.embedding_scale)
         else:
             assert hidden is not None, "a later stage computes on what the previous one returned"
             assert hidden.shape == shape, (hidden.shape, shape)
             residual = hidden
+        delta = self.run_layers(partial(self._layers, residual, normed, rope_rows, ctx), residual)
+        if self.norm is None:
+            return residual.add_(delta)
+        return scale_(_add_norm(self.norm, residual, delta, normed), self.config.logits_scale)
+
+    def _layers(
+        self, residual: torch.Tensor, normed: torch.Tensor, rope_rows: torch.Tensor, ctx: AttentionContext
+    ) -> torch.Tensor:
+        """All layers on the residual stream, without what the last one adds: that is returned."""
         delta = None
         for layer_idx, layer in enumerate(self.layers.values()):
             assert isinstance(layer, DecoderLayer)
             self.layer_begins(layer_idx)
             x = _add_norm(layer.input_norm, residual, delta, normed)
-            delta = _scale_(layer.attention(x, rope_rows, ctx), self.config.residual_scale)
+            delta = scale_(layer.attention(x, rope_rows, ctx), self.config.residual_scale)
             x = _add_norm(layer.post_attention_norm, residual, delta, normed)
-            delta = _scale_(layer.mlp(x), self.config.residual_scale)
+            delta = scale_(layer.mlp(x), self.config.residual_scale)
         assert delta is not None
-        if self.norm is None:
-            return residual.add_(delta)
-        return _scale_(_add_norm(self.norm, residual, delta, normed), self.config.logits_scale)
+        return delta
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [n, hidden] -> [n, vocab_size] float32 on all TP ranks of the last stage, which must
@@ -203,11 +215,6 @@ class Decoder(Layer):
         # The multi-token-prediction layers come after the last one.
         num_layers = self.config.num_layers + self.config.num_nextn_predict_layers
         return layer is not None and layer[1] not in self.layers and int(layer[1]) < num_layers
-
-
-def _scale_(x: torch.Tensor, factor: float) -> torch.Tensor:
-    """In place; most models have no such factor."""
-    return x if factor == 1.0 else x.mul_(factor)
 
 
 def _add_norm(

@@ -14,6 +14,7 @@ from prefold.distributed.group import Group, begin_step
 from prefold.distributed.mesh import Mesh
 from prefold.distributed.pcp_layout import Partition
 from prefold.distributed.stages import split_layers
+from prefold.kernels import library
 from prefold.kv_ownership import KVOwnership
 from prefold.layers.bands import weight_bytes
 from prefold.layers.expert_parallel import ExpertParallel, ExpertPlan, dispatch_capacity
@@ -29,6 +30,7 @@ from prefold.worker.pipeline import PipelineStage
 from prefold.worker.plan_check import check_plan, plan_checksum
 from prefold.worker.request_states import RequestStates
 from prefold.worker.step_clock import StepClock
+from prefold.worker.step_replay import StepReplay
 from prefold.worker.step_sampler import StepSampler, WantedTokens
 from prefold.workspace import Workspace
 
@@ -81,9 +83,13 @@ class ModelRunner:
         grammars = Grammars(model.path, model.vocab_size, model.eos_token_ids)
         self._sampler = StepSampler(self._model, self.states, groups["tp"], grammars)
         self._samples = self._stage.is_last and groups["pcp"].rank == 0
-        self._clock = StepClock(groups, layers.start, self._trace_writer())
+        self._clock = StepClock(groups, layers, self._trace_writer())
         self._model.layer_begins = self._clock.layer_begins
         self._watched_attention = self._clock.watched(self._attention)
+        self._replay = StepReplay(self.workspace)
+        # What looks at single layers, or writes to buffers as they are handed out, must not be left out.
+        if library.is_available() and not runtime.debug_poison and not runtime.trace:
+            self._model.run_layers = self._replay.run_layers
 
     def _trace_writer(self) -> TraceWriter | None:
         """This rank's part of the trace, if one is asked for."""
@@ -171,6 +177,7 @@ class ModelRunner:
             self._experts.begin_step(self._expert_plan(parts))
         local = self._pcp.input_batch(batch, parts, self.states)
         self._attention.begin_step(local.plan)
+        self._replay.begin_step(self._attention.step_kind)
         self._clock.plan_is(local.plan)
         self._clock.mark("plan")
         hidden = self._stage.receive(len(local.input_ids))

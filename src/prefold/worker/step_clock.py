@@ -6,7 +6,7 @@ What is always measured costs two readings of a clock per collective, and one pe
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from prefold.attention.backend import AttentionContext, HeadRows, LatentRows
 from prefold.attention.plan import StepPlan
 from prefold.distributed.group import Group
 from prefold.distributed.pcp_layout import Partition
+from prefold.kernels.recording import note_time
 from prefold.step import StepStats
 from prefold.tracing import Span, TraceWriter
 
@@ -24,17 +25,17 @@ class StepClock:
 
     Args:
         groups: this rank's; their counters are read.
-        first_layer: number of this stage's first layer, for names in the trace.
+        layers: numbers of this stage's.
         trace: where spans go; None: nowhere.
     """
 
-    def __init__(self, groups: Mapping[str, Group], first_layer: int, trace: TraceWriter | None) -> None:
+    def __init__(self, groups: Mapping[str, Group], layers: range, trace: TraceWriter | None) -> None:
         self._groups = list(groups.values())
-        self._first_layer = first_layer
+        self._first_layer = layers.start
         self._trace = trace
         self._step_id = 0
         self._marks: list[tuple[str, float]] = []
-        self._layer_starts: list[float] = []
+        self._layer_starts = torch.zeros(len(layers), dtype=torch.float64)
         self._layers_ended = 0.0
         self._attention: list[Span] = []
         self._ways: dict[str, int] = {}
@@ -47,7 +48,6 @@ class StepClock:
         """What follows belongs to this step."""
         self._step_id = step_id
         self._marks = [("", time.perf_counter())]
-        self._layer_starts.clear()
         self._attention.clear()
 
     def begin_counting(self) -> None:
@@ -64,7 +64,7 @@ class StepClock:
 
     def layer_begins(self, layer_idx: int) -> None:
         """The rank's next layer; the one before has ended."""
-        self._layer_starts.append(time.perf_counter())
+        note_time(self._layer_starts, layer_idx)  # also where recorded layers are replayed
 
     def layers_end(self) -> None:
         """The last layer has ended."""
@@ -88,7 +88,6 @@ class StepClock:
             if calls > calls_before:
                 counted[key] = (calls - calls_before, sent - sent_before)
         seconds = {key: total - seconds_before.get(key, 0.0) for key, total in self._seconds().items()}
-        ends = [*self._layer_starts[1:], self._layers_ended]
         return StepStats(
             rank_tokens=parts.num_tokens.tolist(),
             rank_causal_pairs=parts.causal_pairs.tolist(),
@@ -96,9 +95,14 @@ class StepClock:
             bytes_sent={key: sent for key, (_, sent) in counted.items()},
             calls={key: calls for key, (calls, _) in counted.items()},
             collective_s={key: value for key, value in seconds.items() if value > 0},
-            layer_s=[end - start for start, end in zip(self._layer_starts, ends)],
+            layer_s=[end - start for start, end in self._layer_bounds()],
             ways=dict(self._ways),
         )
+
+    def _layer_bounds(self) -> Iterator[tuple[float, float]]:
+        """When each layer began and ended."""
+        starts = self._layer_starts.tolist()
+        return zip(starts, [*starts[1:], self._layers_ended])
 
     def _traffic(self) -> dict[str, tuple[int, int]]:
         """(calls, bytes) so far, by collective."""
@@ -117,8 +121,7 @@ class StepClock:
         facts: dict[str, Any] = {"step": self._step_id, **self._ways}
         spans = [Span(f"step {self._step_id}", times[0], times[-1], facts)]
         spans += [Span(name, start, end) for start, (name, end) in zip(times, self._marks[1:]) if name]
-        ends = [*self._layer_starts[1:], self._layers_ended]
-        for layer, (start, end) in enumerate(zip(self._layer_starts, ends), start=self._first_layer):
+        for layer, (start, end) in enumerate(self._layer_bounds(), start=self._first_layer):
             spans.append(Span(f"layer {layer}", start, end))
         spans += self._attention
         for group in self._groups:
