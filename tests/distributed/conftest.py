@@ -11,6 +11,7 @@ import torch
 from prefold import LLM
 from prefold.testing.checkpoints import make_checkpoint
 from prefold.testing.exactness import Oracle
+from prefold.testing.sparse_oracle import ENGINE, SparseOracle
 
 torch.set_num_threads(1)
 
@@ -62,3 +63,21 @@ def oracle_of(checkpoint_of: Callable[[int], Path]) -> Callable[[int], Oracle]:
 def oracle(oracle_of: Callable[[int], Oracle]) -> Oracle:
     """Of the checkpoint that most tests use: two layers."""
     return oracle_of(2)
+
+
+@pytest.fixture(scope="session")
+def sparse_oracle_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], tuple[Path, SparseOracle]]:
+    """A checkpoint with sparse attention and that many layers, and its oracle. The second layer uses the
+    selection of the first; a third would have an indexer again."""
+    made: dict[int, tuple[Path, SparseOracle]] = {}
+
+    def find(num_layers: int) -> tuple[Path, SparseOracle]:
+        if num_layers not in made:
+            root = tmp_path_factory.mktemp(f"glm-dsa-{num_layers}")
+            folder = make_checkpoint(
+                "GlmMoeDsaForCausalLM", root, vocab_size=300, num_hidden_layers=num_layers
+            )
+            made[num_layers] = folder, SparseOracle(folder, **ENGINE)
+        return made[num_layers]
+
+    return find

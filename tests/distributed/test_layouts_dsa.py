@@ -3,62 +3,42 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from prefold import LLM, SamplingParams
+from prefold import LLM
 from prefold.testing.checkpoints import make_checkpoint
 from prefold.testing.exactness import Oracle, generate_over_time, layout_options
-from prefold.testing.sparse_oracle import SparseOracle
+from prefold.testing.sparse_oracle import ENGINE, GREEDY, TOPK, SparseOracle, check
 from prefold.testing.thread_executor import ThreadLLM
 
 torch.set_num_threads(1)
 
-TOPK = 16
 LAYOUTS = [
     *("PCP3", "PCP4 EP", "TP2 PCP2 EP", "DP2 PCP2 EP"),
     *("TP2 DCP2", "PCP4 DCP2", "TP2 PCP2 DCP4 EP", "PP2 PCP2 DCP2"),
 ]
-GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-BLOCK_SIZE = 2
-ENGINE: dict[str, Any] = {
-    "block_size": BLOCK_SIZE,
-    "num_blocks": 1000,
-    "max_model_len": 600,
-    "min_split_tokens": 1,
-    "context_workspace_tokens": 12,
-    "debug_poison": True,
-}
+BLOCK_SIZE = ENGINE["block_size"]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Layers with an indexer and one without, which uses the first one's selection."""
-    return make_checkpoint("GlmMoeDsaForCausalLM", tmp_path_factory.mktemp("glm-dsa"), vocab_size=300)
+def folder(sparse_oracle_of: Callable[[int], tuple[Path, SparseOracle]]) -> Path:
+    return sparse_oracle_of(3)[0]
 
 
 @pytest.fixture(scope="module")
-def oracle(folder: Path) -> SparseOracle:
-    return SparseOracle(folder, **ENGINE)
+def oracle(sparse_oracle_of: Callable[[int], tuple[Path, SparseOracle]]) -> SparseOracle:
+    return sparse_oracle_of(3)[1]
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
 def llm(request: pytest.FixtureRequest, folder: Path) -> Iterator[ThreadLLM]:
     with ThreadLLM(str(folder), **ENGINE, **layout_options(request.param)) as engine:
         yield engine
-
-
-def check(llm: LLM, oracle: Oracle, prompts: Sequence[list[int]], arrivals: Sequence[int]) -> list[int]:
-    """Compare all tokens; returns the cached tokens of each prompt."""
-    outputs = generate_over_time(llm, prompts, GREEDY, arrivals)
-    for prompt, output in zip(prompts, outputs, strict=True):
-        assert output.outputs[0].token_ids == oracle(prompt), len(prompt)
-    return [output.metrics.num_cached_tokens for output in outputs]
 
 
 def reset(llm: ThreadLLM, monkeypatch: pytest.MonkeyPatch, budget: int | None = None) -> None:

@@ -2,45 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from prefold import SamplingParams
 from prefold.attention import sparse
 from prefold.config import MLAConfig
-from prefold.testing.checkpoints import make_checkpoint
 from prefold.testing.exactness import generate_over_time, layout_options
-from prefold.testing.sparse_oracle import SparseOracle
+from prefold.testing.sparse_oracle import ENGINE, GREEDY, TOPK, SparseOracle
 from prefold.testing.thread_executor import ThreadLLM
 
 torch.set_num_threads(1)
 
-TOPK = 16
-GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-ENGINE: dict[str, Any] = {
-    "block_size": 2,
-    "num_blocks": 600,
-    "max_model_len": 300,
-    "min_split_tokens": 1,
-    "context_workspace_tokens": 12,
-    "debug_poison": True,
-}
+
+@pytest.fixture(scope="module")
+def folder(sparse_oracle_of: Callable[[int], tuple[Path, SparseOracle]]) -> Path:
+    return sparse_oracle_of(3)[0]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three layers, of which the second uses the selection of the first."""
-    return make_checkpoint("GlmMoeDsaForCausalLM", tmp_path_factory.mktemp("masks"), vocab_size=300)
-
-
-@pytest.fixture(scope="module")
-def oracle(folder: Path) -> SparseOracle:
+def oracle(sparse_oracle_of: Callable[[int], tuple[Path, SparseOracle]]) -> SparseOracle:
     """Too small for masks to pay: without any."""
-    return SparseOracle(folder, **ENGINE)
+    return sparse_oracle_of(3)[1]
 
 
 @pytest.mark.parametrize(

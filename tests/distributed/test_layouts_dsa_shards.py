@@ -3,52 +3,31 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from prefold import LLM, SamplingParams
-from prefold.testing.checkpoints import make_checkpoint
-from prefold.testing.exactness import Oracle, generate_over_time, layout_options
+from prefold import LLM
+from prefold.testing.exactness import layout_options
 from prefold.testing.quantized import dequantized_checkpoint, quantize_checkpoint
-from prefold.testing.sparse_oracle import SparseOracle
+from prefold.testing.sparse_oracle import ENGINE, TOPK, SparseOracle, check
 from prefold.testing.thread_executor import ThreadLLM
 
 torch.set_num_threads(1)
 
-TOPK = 16
 FORMAT = "modelopt-nvfp4"
-GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-ENGINE: dict[str, Any] = {
-    "block_size": 2,
-    "num_blocks": 1000,
-    "max_model_len": 600,
-    "min_split_tokens": 1,
-    "context_workspace_tokens": 12,
-    "debug_poison": True,
-}
-
-
-def check(llm: LLM, oracle: Oracle, prompts: list[list[int]], arrivals: list[int]) -> list[int]:
-    """Compare all tokens; returns the cached tokens of each prompt."""
-    outputs = generate_over_time(llm, prompts, GREEDY, arrivals)
-    for prompt, output in zip(prompts, outputs, strict=True):
-        assert output.outputs[0].token_ids == oracle(prompt), len(prompt)
-    return [output.metrics.num_cached_tokens for output in outputs]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two layers, of which the second uses the selection of the first."""
-    root = tmp_path_factory.mktemp("glm-dsa-2")
-    return make_checkpoint("GlmMoeDsaForCausalLM", root, vocab_size=300, num_hidden_layers=2)
+def folder(sparse_oracle_of: Callable[[int], tuple[Path, SparseOracle]]) -> Path:
+    return sparse_oracle_of(2)[0]
 
 
 @pytest.fixture(scope="module")
-def oracle(folder: Path) -> SparseOracle:
-    return SparseOracle(folder, **ENGINE)
+def oracle(sparse_oracle_of: Callable[[int], tuple[Path, SparseOracle]]) -> SparseOracle:
+    return sparse_oracle_of(2)[1]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""An oracle for models with sparse attention."""
+"""An oracle for models with sparse attention, and how tests of layouts ask it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,24 @@ from pathlib import Path
 from typing import Any
 
 from prefold.engine.llm import LLM
-from prefold.testing.exactness import LEAD, Oracle
+from prefold.request import SamplingParams
+from prefold.testing.exactness import LEAD, Oracle, generate_over_time
 from prefold.testing.reference import KEY_TIE, Reference
+
+TOPK = 16
+"""Of the tiny checkpoints."""
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+
+ENGINE: dict[str, Any] = {
+    "block_size": 2,
+    "num_blocks": 1000,
+    "max_model_len": 600,
+    "min_split_tokens": 1,
+    "context_workspace_tokens": 12,
+    "debug_poison": True,
+}
+"""Small steps, so that short prompts have many of them."""
 
 
 class SparseOracle(Oracle):
@@ -32,3 +48,11 @@ class SparseOracle(Oracle):
             if judgement.margin < KEY_TIE:
                 self._known[tuple(prompt)] = (tokens, 0.0)
         return self._known[tuple(prompt)]
+
+
+def check(llm: LLM, oracle: Oracle, prompts: Sequence[list[int]], arrivals: Sequence[int]) -> list[int]:
+    """Compare all tokens with the oracle's; returns the cached tokens of each prompt."""
+    outputs = generate_over_time(llm, prompts, GREEDY, arrivals)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.outputs[0].token_ids == oracle(prompt), len(prompt)
+    return [output.metrics.num_cached_tokens for output in outputs]
