@@ -324,6 +324,7 @@ class RuntimeConfig:
         transport: "shm" (ranks of one host) or "gloo".
         collective_timeout_s: a collective that takes longer raises and names itself.
         min_split_tokens: a prefill shorter than this stays whole on one PCP rank.
+        enforce_eager: never replay recorded layers (worker.step_replay).
         debug_poison: fill unused KV and reused buffers with NaN (tests).
         context_attention: how prefill rows attend to cached context: "auto" (by cost), or one way
             forced where it is possible: "local", "sliced", "query" or "kv" (attention.context_ways).
@@ -342,6 +343,7 @@ class RuntimeConfig:
     transport: str = "shm"
     collective_timeout_s: float = 300.0
     min_split_tokens: int = 0
+    enforce_eager: bool = False
     debug_poison: bool = False
     context_attention: str = "auto"
     share_projections: str = "auto"

@@ -81,6 +81,8 @@ class EngineOptions:
         collective_timeout_s: Seconds until an exchange between ranks fails and names the ranks that
             are missing.
         device: Where ranks compute.
+        enforce_eager: Compute every step from Python. By default the layers of decode steps are recorded,
+            and replayed without it.
         debug_poison: Fill unused memory with NaN, so that reads of it show. Slow.
         context_attention: For debugging: how prompts attend to their cached context. auto decides by cost;
             the others are used wherever they are possible.
@@ -126,6 +128,7 @@ class EngineOptions:
     transport: Literal["shm", "gloo"] = "shm"
     collective_timeout_s: Annotated[float, arg(metavar="S")] = 300.0
     device: Literal["cpu", "cuda"] = "cpu"
+    enforce_eager: Flag = False
     debug_poison: Flag = False
     context_attention: Literal["auto", "local", "sliced", "query", "kv"] = "auto"
     share_projections: Literal["auto", "on", "off"] = "auto"

@@ -114,6 +114,8 @@ class EngineArgs:
     """How ranks of one host exchange data: shm (shared memory) or gloo."""
     collective_timeout_s: float = 300.0
     """A collective that takes longer fails and names the ranks that did not arrive."""
+    enforce_eager: bool = False
+    """Compute every step from Python. Default: decode steps are recorded, and replayed without it."""
     debug_poison: bool = False
     """Fill unused KV and reused buffers with NaN, to find reads of stale memory. Slow."""
     context_attention: str = "auto"
@@ -295,6 +297,7 @@ class EngineArgs:
             transport=self.transport,
             collective_timeout_s=self.collective_timeout_s,
             min_split_tokens=self.min_split_tokens,
+            enforce_eager=self.enforce_eager,
             debug_poison=self.debug_poison,
             context_attention=self.context_attention,
             share_projections=self.share_projections,

@@ -88,7 +88,8 @@ class ModelRunner:
         self._watched_attention = self._clock.watched(self._attention)
         self._replay = StepReplay(self.workspace)
         # What looks at single layers, or writes to buffers as they are handed out, must not be left out.
-        if library.is_available() and not runtime.debug_poison and not runtime.trace:
+        must_compute = runtime.enforce_eager or runtime.debug_poison or runtime.trace
+        if library.is_available() and not must_compute:
             self._model.run_layers = self._replay.run_layers
 
     def _trace_writer(self) -> TraceWriter | None:
