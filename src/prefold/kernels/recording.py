@@ -42,38 +42,49 @@ class _Call(ctypes.Structure):
 
 
 class _Kernels:
-    """Calls of kernels, one after the other."""
+    """Calls of kernels, one after the other.
+
+    Attributes:
+        calls: (address of prefold_replay_..., arguments), until they are replayed.
+    """
 
     def __init__(self) -> None:
-        self.calls: list[tuple[int, tuple[Any, ...]]] = []  # address of prefold_replay_..., arguments
+        self.calls: list[tuple[int, tuple[Any, ...]]] = []
+        self._prepared: ctypes.Array[_Call] | None = None
         self._kept: list[ctypes.Array] = []
 
     def replay(self) -> None:
-        if not self._kept:
-            self._kept = self._prepared()
-        _replay(None, ctypes.addressof(self._kept[0]), len(self.calls))
+        """Call them again."""
+        if self._prepared is None:
+            self._prepared = self._prepare()
+            self.calls = []
+        _replay(None, ctypes.addressof(self._prepared), len(self._prepared))
 
-    def _prepared(self) -> list[ctypes.Array]:
-        """What C reads: calls, then everything that they point to."""
+    def _prepare(self) -> ctypes.Array[_Call]:
+        """What C reads: calls, which point to what is kept."""
         calls = (_Call * len(self.calls))()
-        kept: list[ctypes.Array] = [calls]
+        slots = (_Slot * sum(len(arguments) for _, arguments in self.calls))()
+        self._kept.append(slots)
+        place = 0
         for call, (function, arguments) in zip(calls, self.calls):
-            slots = (_Slot * len(arguments))()
-            for slot, argument in zip(slots, arguments):
-                if isinstance(argument, bytes):
-                    kept.append(ctypes.create_string_buffer(argument, len(argument)))
-                    slot.address = ctypes.addressof(kept[-1])
-                elif isinstance(argument, float):
-                    slot.real = argument
-                else:
-                    slot.integer = argument or 0
-            call.function, call.slots = function, ctypes.addressof(slots)
-            kept.append(slots)
-        return kept
+            call.function, call.slots = function, ctypes.addressof(slots) + place * ctypes.sizeof(_Slot)
+            for argument in arguments:
+                self._fill(slots[place], argument)
+                place += 1
+        return calls
+
+    def _fill(self, slot: _Slot, argument: Any) -> None:
+        if isinstance(argument, bytes):
+            self._kept.append(ctypes.create_string_buffer(argument, len(argument)))
+            slot.address = ctypes.addressof(self._kept[-1])
+        elif isinstance(argument, float):
+            slot.real = argument
+        else:
+            slot.integer = argument or 0
 
 
 class Recording:
-    """What a computation did, in its order.
+    """What a computation did, in its order. To be compared, then replayed.
 
     Two recordings of the same computation are `same_as` each other if they differ in nothing but what lies in
     buffers: then either can be replayed instead of computing a third time.

@@ -89,7 +89,7 @@ class ModelRunner:
         self._replay = StepReplay(self.workspace)
         # What looks at single layers, or writes to buffers as they are handed out, must not be left out.
         must_compute = runtime.enforce_eager or runtime.debug_poison or runtime.trace
-        if library.is_available() and not must_compute:
+        if library.is_available() and runtime.device == "cpu" and not must_compute:
             self._model.run_layers = self._replay.run_layers
 
     def _trace_writer(self) -> TraceWriter | None:
