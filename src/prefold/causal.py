@@ -16,7 +16,7 @@ def causal_pairs(start: IntOrArray, end: IntOrArray) -> IntOrArray:
     >>> causal_pairs(2, 5)  # 3 + 4 + 5
     12
     """
-    return (end * (end + 1) - start * (start + 1)) // 2
+    return (end - start) * (start + end + 1) // 2
 
 
 def limited_pairs(start: int, end: int, limit: int | None) -> int:

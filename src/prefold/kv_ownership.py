@@ -64,6 +64,8 @@ class KVOwnership:
         [0, 1, 0, 1, 2, 3, 2, 3, 4, 5]
         """
         positions = np.asarray(positions, np.int64)
+        if self.dcp_size == 1:
+            return positions
         turn = self.interleave * self.dcp_size
         return positions // turn * self.interleave + positions % self.interleave
 
@@ -82,7 +84,7 @@ class KVOwnership:
         """
         slots = np.asarray(virtual_blocks, np.int64) * self.block_size
         slots = slots + self.local_index(positions) % self.block_size
-        return np.where(self.owner(positions) == rank, slots, -1)
+        return slots if self.dcp_size == 1 else np.where(self.owner(positions) == rank, slots, -1)
 
     def local_lengths(self, seq_lens: ArrayLike) -> IntArray:
         """[...] -> [..., D]: how many of the first `seq_len` tokens each rank holds.

@@ -14,7 +14,7 @@ from prefold.attention.plan import StepPlan
 from prefold.attention.shared_decode import SharedWork
 from prefold.config import EngineConfig
 from prefold.distributed.mesh import Coords, Mesh
-from prefold.distributed.pcp_layout import Partition, locate_tokens, partition
+from prefold.distributed.pcp_layout import Partition, TokenOrder, partition
 from prefold.kv_ownership import KVOwnership
 from prefold.step import ModelRunnerOutput, SchedulerOutput
 from prefold.testing.checkpoints import make_checkpoint
@@ -107,7 +107,7 @@ def partitions_of(
         )
         ends = np.cumsum(num_scheduled)
         sampled = num_computed + num_scheduled == np.array([known[i][1] for i in ids], np.int64)
-        ranks, _ = locate_tokens(parts, np.concatenate([[0], ends]), ends[sampled] - 1)
+        ranks, _ = TokenOrder.of(parts, np.concatenate([[0], ends])).locate(ends[sampled] - 1)
         yield parts, np.bincount(ranks, minlength=size)
 
 
@@ -235,7 +235,8 @@ def sharded_of(plan: StepPlan, ownership: KVOwnership, topk: int) -> tuple[list[
         return ShardedTokens(counts, num_tokens, min(topk, int(ownership.local_lengths(longest).max())))
 
     tokens = [sharded(piece.counts, piece.works) for piece in plan.visits]
-    tokens += [sharded((), plan.shared_decode)] if plan.shared_decode else []
+    if plan.shared_decode is not None:
+        tokens.append(sharded((), plan.shared_decode.shared_works()))
     return tokens, sum(tile.num_rows for tile in plan.kv_tiles)
 
 

@@ -11,14 +11,7 @@ from hypothesis import strategies as st
 from prefold import causal
 from prefold.causal import causal_pairs, limited_pairs
 from prefold.distributed import pcp_layout
-from prefold.distributed.pcp_layout import (
-    local_token_indices,
-    locate_tokens,
-    owner_of_last_token,
-    partition,
-    row_cost,
-    token_indices_by_rank,
-)
+from prefold.distributed.pcp_layout import TokenOrder, partition, row_cost
 
 # No limits on time: the tests may share the machine.
 PROPERTY = settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow])
@@ -157,8 +150,9 @@ def test_gather_then_restore_is_the_identity(batch):
     requests, size, min_split_tokens, unit = batch
     layout, query_start_loc = make(requests, size, min_split_tokens, unit)
     x = np.arange(query_start_loc[-1]) * 7 + 3
-    local = [x[local_token_indices(layout, rank, query_start_loc)] for rank in range(size)]
-    rank, index = locate_tokens(layout, query_start_loc, np.arange(x.size))
+    order = TokenOrder.of(layout, query_start_loc)
+    local = [x[order.of_rank(rank)] for rank in range(size)]
+    rank, index = order.locate(np.arange(x.size))
     restored = [int(local[r][i]) for r, i in zip(rank, index, strict=True)]
     assert restored == x.tolist()
 
@@ -178,20 +172,14 @@ def test_index_helpers_against_a_walk_over_the_rows(batch, gap):
             place.setdefault(token, (rank, len(local[rank])))  # the first of a unit
             local[rank].append(token)
             kinds[is_prefill][rank].append(token)
+    order = TokenOrder.of(layout, query_start_loc)
     for rank in range(size):
-        assert local_token_indices(layout, rank, query_start_loc).tolist() == local[rank]
-    padded = token_indices_by_rank(layout, query_start_loc)
-    for matrix, kind in zip(padded, (True, False), strict=True):
-        longest = max(len(tokens) for tokens in kinds[kind].values())
-        assert matrix.shape == (size, longest)
-        for rank, tokens in kinds[kind].items():
-            assert matrix[rank].tolist() == tokens + [-1] * (longest - len(tokens))
+        assert order.of_rank(rank).tolist() == local[rank]
+        assert order.prefill(rank).tolist() == kinds[True][rank]
+        assert order.decode(rank).tolist() == kinds[False][rank]
     tokens = sorted(place)
-    rank, index = locate_tokens(layout, query_start_loc, np.array(tokens, np.int64))
+    rank, index = order.locate(np.array(tokens, np.int64))
     assert list(zip(rank.tolist(), index.tolist(), strict=True)) == [place[token] for token in tokens]
-    rank, index = owner_of_last_token(layout)
-    last = [place[int(query_start_loc[i]) + r[1] - 1] for i, r in enumerate(requests)]
-    assert list(zip(rank.tolist(), index.tolist(), strict=True)) == last
 
 
 @PROPERTY
@@ -203,7 +191,7 @@ def test_one_rank_is_the_identity(requests):
         (0, i, requests[i][0], requests[i][0] + requests[i][1], requests[i][2]) for i in prefill_first
     ]
     if prefill_first == sorted(prefill_first):
-        indices = local_token_indices(layout, 0, query_start_loc)
+        indices = TokenOrder.of(layout, query_start_loc).of_rank(0)
         assert indices.tolist() == list(range(query_start_loc[-1]))
 
 
@@ -347,7 +335,7 @@ def test_fewer_requests_than_ranks_leave_ranks_empty():
     layout, query_start_loc = make([(9, 1, False), (4, 1, True)], 8)
     assert sorted(np.diff(layout.row_offsets).tolist()) == [0] * 6 + [1, 1]
     empty = int(np.flatnonzero(layout.num_tokens == 0)[0])
-    assert local_token_indices(layout, empty, query_start_loc).tolist() == []
+    assert TokenOrder.of(layout, query_start_loc).of_rank(empty).tolist() == []
     assert layout.causal_pairs[empty] == 0
 
 

@@ -18,14 +18,15 @@ MASK64 = 2**64 - 1
 
 def metadata(params, seeds=None, num_generated=None, prompts=None, outputs=None, eos=()):
     n = len(params)
-    outputs = outputs or [[]] * n
+    prompts, outputs = (
+        [np.array(ids, dtype=np.int32) for ids in all_ids or [[]] * n] for all_ids in (prompts, outputs)
+    )
     return SamplingMetadata(
         request_ids=[f"request-{row}" for row in range(n)],
         params=params,
         seeds=list(range(n)) if seeds is None else seeds,
         num_generated=[len(o) for o in outputs] if num_generated is None else num_generated,
-        prompt_token_ids=[np.array(p, dtype=np.int32) for p in prompts or [[]] * n],
-        output_token_ids=[np.array(o, dtype=np.int32) for o in outputs],
+        tokens=lambda row: (prompts[row], outputs[row]),
         eos_token_ids=[eos] * n,
     )
 

@@ -99,19 +99,22 @@ class ContextParallelAttention:
         self._plan = plan
         has_one_form = isinstance(self._attention, GQAConfig)
         pages = self._can_attend_paged and self._holds_requests
-        works = within_buffers(plan.works, plan.num_prefill_tokens)
+        works, decode = within_buffers(plan.works, plan.num_prefill_tokens), plan.own_decode
+        if decode is not None and not pages:
+            works, decode = (*works, *decode.works()), None
         paged = [pages and is_paged(work, has_one_form) for work in works]
         self._walked_places = [i for i, is_one in enumerate(paged) if not is_one]
         self._walked = tuple(works[i] for i in self._walked_places)
-        self._few = PagedQueries.of_works([work for work, is_one in zip(works, paged) if is_one])
-        shared = plan.shared_decode if self._can_attend_paged else ()
-        self._few_shared = PagedQueries.of_shared(shared)
+        few = [work for work, is_one in zip(works, paged) if is_one]
+        self._few = PagedQueries.of_step(few, decode)
+        shared = plan.shared_decode if self._can_attend_paged else None
+        self._few_shared = PagedQueries.of_step([], shared)
         block_size = self._kv_cache.shape[2]
         self._few_visiting = tuple(
             PagedQueries.of_visits(piece.visits, block_size) if self._can_attend_paged else None
             for piece in plan.travel
         )
-        moves = plan.gather_tokens or plan.travel or plan.shared_decode or plan.kv_tiles
+        moves = plan.gather_tokens or plan.travel or plan.shared_decode is not None or plan.kv_tiles
         self._has_few_only = not self._walked and not moves
         if self._has_few_only:
             self._keep_in_place(plan)
@@ -264,12 +267,13 @@ class ContextParallelAttention:
         self, plan: StepPlan, q: torch.Tensor, forms: KVForms, stored: PagedCache
     ) -> SharedDecode | None:
         """The decode tokens of a sharded cache, with their queries on the way."""
-        if not plan.shared_decode:
+        if plan.shared_decode is None:
             return None
         form, scale, paged = forms.absorbed, self._scale, self._few_shared
         if paged is None:
             reader = CacheReader(stored.rows, self._format, self._workspace)
-            attend = ShardWalks(plan.shared_decode, form, scale, reader, self._walker, self._backend)
+            works = plan.shared_decode.shared_works()
+            attend = ShardWalks(works, form, scale, reader, self._walker, self._backend)
         else:
 
             def attend(q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:

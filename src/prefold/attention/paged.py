@@ -14,9 +14,8 @@ import numpy as np
 import torch
 
 from prefold.attention.forms import KVForm, KVForms
-from prefold.attention.plan import RequestWork, Visit
+from prefold.attention.plan import DecodeTokens, RequestWork, Visit
 from prefold.attention.row_format import RowFormat
-from prefold.attention.shared_decode import SharedWork
 from prefold.kernels import library, rows
 from prefold.kernels.rows import BlockRows
 from prefold.limits import MOST_QUERIES
@@ -39,23 +38,21 @@ class PagedQueries:
     lengths: torch.Tensor
 
     @classmethod
-    def of_works(cls, works: Sequence[RequestWork]) -> PagedQueries | None:
-        """All tokens of `works`, whose keys are where the cache numbers them by position."""
+    def of_step(cls, works: Sequence[RequestWork], decode: DecodeTokens | None) -> PagedQueries | None:
+        """All tokens of `works`, whose keys are where the cache numbers them by position, then decode tokens.
+        None if there are none."""
         tokens = [np.arange(work.tokens.start, work.tokens.stop) for work in works]
         lengths = [np.arange(run.start, run.end) + 1 for work in works for run in work.runs]
-        return cls._of([work.block_ids for work in works], tokens, lengths)
-
-    @classmethod
-    def of_shared(cls, works: Sequence[SharedWork]) -> PagedQueries | None:
-        """Decode tokens and what this rank holds of their keys."""
-        tokens = [np.arange(work.tokens.start, work.tokens.stop) for work in works]
-        lengths = []
-        for work in works:
-            length = np.zeros(work.tokens.stop - work.tokens.start, np.int64)
-            for segment in work.segments:
-                length[segment.first_query :] = segment.end
-            lengths.append(length)
-        return cls._of([work.block_ids for work in works], tokens, lengths)
+        queries = cls._of([work.block_ids for work in works], tokens, lengths)
+        if decode is None:
+            return queries
+        blocks, tables, ends, places = decode.blocks, decode.requests, decode.lengths, decode.tokens
+        if queries is not None:
+            blocks = torch.cat([queries.blocks, blocks])
+            tables = np.concatenate([queries.tables.numpy(), tables + len(works)])
+            ends = np.concatenate([queries.lengths.numpy(), ends])
+            places = np.concatenate([*tokens, places])
+        return cls(_neighbours(places), blocks, torch.from_numpy(tables), torch.from_numpy(ends))
 
     @classmethod
     def of_visits(cls, visits: Sequence[Visit], block_size: int) -> PagedQueries | None:
@@ -75,7 +72,7 @@ class PagedQueries:
     def kind(self) -> Hashable:
         """Facts other than the contents of tensors."""
         tokens = self.tokens if isinstance(self.tokens, slice) else None
-        return tokens and (tokens.start, tokens.stop), self.blocks.shape, len(self.lengths)
+        return tokens and (tokens.start, tokens.stop), self.blocks.shape[1], len(self.lengths)
 
     def kept(self, workspace: Workspace) -> PagedQueries:
         """The same in buffers, with tables of a length that seldom changes: a power of two."""
@@ -92,15 +89,18 @@ class PagedQueries:
     ) -> PagedQueries | None:
         if not block_ids:
             return None
-        all_tokens = np.concatenate(tokens)
-        first, last = int(all_tokens[0]), int(all_tokens[-1])
-        are_neighbours = last - first + 1 == len(all_tokens)
         return cls(
-            tokens=slice(first, last + 1) if are_neighbours else torch.from_numpy(all_tokens),
+            tokens=_neighbours(np.concatenate(tokens)),
             blocks=torch.stack(list(block_ids)),
             tables=torch.from_numpy(np.repeat(np.arange(len(tokens)), [len(one) for one in tokens])),
             lengths=torch.from_numpy(np.concatenate(lengths)),
         )
+
+
+def _neighbours(tokens: np.ndarray) -> slice | torch.Tensor:
+    """Ascending numbers; a slice if they are neighbours."""
+    first, end = int(tokens[0]), int(tokens[-1]) + 1
+    return slice(first, end) if end - first == len(tokens) else torch.from_numpy(tokens)
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from prefold.attention.kv_tiles import KVTile
 from prefold.attention.projected import ProjectedTile
 from prefold.attention.shared_decode import SharedWork
 from prefold.attention.sparse_shards import Visitors
-from prefold.attention.walk import Run, Segment, Window
+from prefold.attention.walk import Run, Segment, Window, prefix_segments
 from prefold.limits import ABSORBED_TOKENS
 
 
@@ -66,6 +67,58 @@ def within_buffers(works: Sequence[RequestWork], num_prefill_tokens: int) -> tup
             work = work if room >= 0 else replace(work, absorbed=False)
         chosen.append(work)
     return tuple(chosen)
+
+
+@dataclass(frozen=True, eq=False)
+class DecodeTokens:
+    """Decode tokens whose queries stay where they are, and what this rank holds of what they see: all, or its
+    shard. The tokens of a request are neighbours.
+
+    Attributes:
+        tokens: [n] of the local batch, ascending.
+        positions: [n] int64.
+        lengths: [n] int64: each sees the first so many of the keys that this rank holds of its request.
+        requests: [n] int64, rows of `blocks`.
+        blocks: [requests, most blocks] int64, at least the blocks up to the step's last token.
+    """
+
+    tokens: np.ndarray
+    positions: np.ndarray
+    lengths: np.ndarray
+    requests: np.ndarray
+    blocks: torch.Tensor
+
+    def works(self) -> tuple[RequestWork, ...]:
+        """One per request, in absorbed form; of a rank that holds all."""
+        return tuple(
+            RequestWork(
+                runs=(Run(int(self.positions[i]), int(self.positions[end - 1]) + 1, int(self.tokens[i])),),
+                block_ids=self.blocks[self.requests[i]],
+                cached=prefix_segments(self.lengths[i:end].tolist()),
+                own=(),
+                others=(),
+                first_new_row=0,
+                absorbed=True,
+                travels=False,
+            )
+            for i, end in self._bounds()
+        )
+
+    def shared_works(self) -> tuple[SharedWork, ...]:
+        """One per request; of a rank that holds a shard."""
+        return tuple(
+            SharedWork(
+                slice(i, end),
+                torch.from_numpy(self.positions[i:end]).to(self.blocks.device),
+                self.blocks[self.requests[i]],
+                prefix_segments(self.lengths[i:end].tolist()),
+            )
+            for i, end in self._bounds()
+        )
+
+    def _bounds(self) -> Iterator[tuple[int, int]]:
+        """[start, end) of each request's tokens."""
+        return pairwise([0, *(np.flatnonzero(np.diff(self.requests)) + 1).tolist(), len(self.requests)])
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,13 +192,14 @@ class StepPlan:
 
     Attributes:
         num_tokens, num_prefill_tokens: this rank's. Prefill tokens come first in the local batch.
-        works: this rank's requests, prefill before decode; decode only if each token has one rank.
+        works: this rank's requests, prefill before decode; without those of the next two.
+        own_decode: decode tokens that no other rank computes or attends; None: there are none.
         gather_tokens: prefill tokens of the fullest rank: the length every rank sends.
         new_rows: per PCP rank, the rows of its prefill tokens among all new ones, which are in the global
             batch's order, [num_prefill_tokens of that rank] int64.
         write_new: of all new prefill tokens, those that this rank holds.
         write_decode: of this rank's decode tokens, those that it holds.
-        shared_decode: decode requests that a whole unit computes.
+        shared_decode: decode tokens that a whole unit computes.
         travel, kv_tiles: contexts that are not attended in place.
         projected: new tokens whose keys and values each rank projects for all.
         visits: the same as `travel`, with sparse attention.
@@ -158,11 +212,12 @@ class StepPlan:
     num_tokens: int
     num_prefill_tokens: int
     works: tuple[RequestWork, ...]
+    own_decode: DecodeTokens | None
     gather_tokens: int
     new_rows: tuple[torch.Tensor, ...]
     write_new: Rows
     write_decode: Rows
-    shared_decode: tuple[SharedWork, ...]
+    shared_decode: DecodeTokens | None
     travel: tuple[TravelPiece, ...]
     kv_tiles: tuple[KVTile, ...]
     projected: tuple[ProjectedTile, ...]

@@ -121,14 +121,16 @@ class SparseAttention(ContextParallelAttention):
         for piece in (piece for tile in plan.kv_tiles for piece in tile.pieces):
             if piece.work is not None:
                 gathered[piece.work] = gathered.get(piece.work, 0) + sum(piece.counts)
+        decode = plan.own_decode.works() if plan.own_decode is not None else ()
+        shared = plan.shared_decode.shared_works() if plan.shared_decode is not None else ()
         own = [work for i, work in enumerate(plan.works) if i not in gathered and not work.travels]
-        dense = [dense_part(work, self._topk, self._mla) for work in own]
+        dense = [dense_part(work, self._topk, self._mla) for work in (*own, *decode)]
         works = tuple(work for work in dense if work is not None)
-        super().begin_step(replace(plan, works=works, kv_tiles=(), shared_decode=()))
+        super().begin_step(replace(plan, works=works, own_decode=None, kv_tiles=(), shared_decode=None))
         self._sparse_plan = plan
         tokens = slice(plan.num_prefill_tokens, plan.num_tokens)
-        self._shards.begin_step(plan.visits, plan.shared_decode, tokens)
-        self._requests = sparse_requests(plan.works, gathered, self._topk, self._num_masked)
+        self._shards.begin_step(plan.visits, shared, tokens)
+        self._requests = sparse_requests((*plan.works, *decode), gathered, self._topk, self._num_masked)
         num_queries = sum(
             part.rows.stop - part.rows.start for r in self._requests.values() for part in r.runs
         )

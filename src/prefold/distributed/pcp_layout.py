@@ -155,10 +155,14 @@ def partition(
     assert size % decode_unit == 0, (size, decode_unit)
     if num_scheduled.size and int(num_scheduled.min()) < 1:
         raise ValueError(f"num_scheduled={num_scheduled.tolist()}: every request needs at least 1 token")
+    end = num_computed + num_scheduled
+    if size == 1:
+        rank, request = np.zeros(end.size, np.int64), np.arange(end.size)
+        rows = rank, request, num_computed, end
+        return _sorted_rows(size, decode_unit, num_computed, num_scheduled, is_prefill, *rows)
     is_split = is_prefill & (num_scheduled >= max(2 * size, min_split_tokens))
     is_shared = ~is_prefill & (decode_unit > 1)  # whole, on all ranks of a unit
     split, shared, whole = (a.nonzero()[0] for a in (is_split, is_shared, ~(is_split | is_shared)))
-    end = num_computed + num_scheduled
     cost = row_cost(num_scheduled, causal_pairs(num_computed, end), pairs_per_token)
 
     # Most steps hold one kind of rows: only that is worked out.
@@ -262,111 +266,81 @@ def _sorted_rows(
     short = 2 * size * num_requests <= 1 << 16
     order = np.argsort(key.astype(np.uint16) if short else key, kind="stable")
     group, request, start, end = group[order], request[order], start[order], end[order]
-    group_offsets = _offsets(np.bincount(group, minlength=2 * size))
-    tokens = _sums_between(end - start, group_offsets).reshape(size, 2)
-    row_offsets = group_offsets[::2]
+    row_rank = group >> 1
+    tokens = _sum_by(group, end - start, 2 * size).reshape(size, 2)
     return Partition(
         size=size,
         decode_unit=decode_unit,
         num_computed=num_computed,
         num_scheduled=num_scheduled,
-        row_rank=group >> 1,
+        row_rank=row_rank,
         row_request=request,
         row_start=start,
         row_end=end,
         row_is_prefill=(group & 1) == 0,
-        row_offsets=row_offsets,
+        row_offsets=row_rank.searchsorted(np.arange(size + 1)),
         num_prefill_tokens=tokens[:, 0],
         num_decode_tokens=tokens[:, 1],
-        causal_pairs=_sums_between(causal_pairs(start, end), row_offsets),
+        causal_pairs=_sum_by(row_rank, causal_pairs(start, end), size),
     )
 
 
-def local_token_indices(partition: Partition, rank: int, query_start_loc: IntArray) -> IntArray:
-    """[num_tokens[rank]] where the tokens of `rank`, in the order of its rows, sit in the global batch.
-
-    `query_start_loc` [R + 1] (or [R]): the tokens of request i begin at `query_start_loc[i]`.
+@dataclass(frozen=True, eq=False)
+class TokenOrder:
+    """Where the tokens of all ranks sit in the global batch, in which the tokens of request i begin at
+    `query_start_loc[i]` [R + 1].
 
     >>> p = partition(np.array([0, 7]), np.array([10, 1]), np.array([True, False]), size=4)
-    >>> [local_token_indices(p, r, np.array([0, 10, 11])).tolist() for r in range(4)]
+    >>> order = TokenOrder.of(p, np.array([0, 10, 11]))
+    >>> [order.of_rank(rank).tolist() for rank in range(4)]
     [[5, 6, 10], [0, 1, 9], [2, 3, 8], [4, 7]]
+    >>> [order.prefill(rank).tolist() for rank in range(4)], order.decode(0).tolist()
+    ([[5, 6], [0, 1, 9], [2, 3, 8], [4, 7]], [10])
+
+    Attributes:
+        indices: global indices, rank after rank, each rank's in the order of its rows.
+        bounds: [2P + 1] where each rank's prefill and then its decode tokens begin.
+        num_tokens: of the global batch.
     """
-    rows = partition.rows_of(rank)
-    return _ranges(_row_global_start(partition, query_start_loc)[rows], partition.row_num_tokens[rows])
 
+    indices: IntArray
+    bounds: IntArray
+    num_tokens: int
 
-def token_indices_by_rank(partition: Partition, query_start_loc: IntArray) -> tuple[IntArray, IntArray]:
-    """The same for all ranks: (prefill [P, max prefill tokens], decode [P, max decode tokens]).
+    @classmethod
+    def of(cls, partition: Partition, query_start_loc: IntArray) -> TokenOrder:
+        request = partition.row_request
+        starts = partition.row_start + (query_start_loc[:-1] - partition.num_computed)[request]
+        counts = np.stack([partition.num_prefill_tokens, partition.num_decode_tokens], axis=1)
+        indices = _ranges(starts, partition.row_num_tokens)
+        return cls(indices, _offsets(counts.ravel()), int(query_start_loc[-1]))
 
-    Row r lists the prefill (decode) tokens of rank r in the order that it computes them, then -1.
-    These are the places, in the global batch, of what an all-gather padded to the largest rank
-    brings together.
+    def of_rank(self, rank: int) -> IntArray:
+        """[num_tokens[rank]] prefill tokens first, as it computes them."""
+        return self.indices[self.bounds[2 * rank] : self.bounds[2 * rank + 2]]
 
-    >>> p = partition(np.array([0, 7]), np.array([10, 1]), np.array([True, False]), size=4)
-    >>> prefill, decode = token_indices_by_rank(p, np.array([0, 10, 11]))
-    >>> prefill.tolist(), decode.tolist()
-    ([[5, 6, -1], [0, 1, 9], [2, 3, 8], [4, 7, -1]], [[10], [-1], [-1], [-1]])
-    """
-    indices = _ranges(_row_global_start(partition, query_start_loc), partition.row_num_tokens)
-    first_prefill = partition.token_offsets[:-1]
-    first_decode = first_prefill + partition.num_prefill_tokens
-    return (
-        _padded(indices, first_prefill, partition.num_prefill_tokens),
-        _padded(indices, first_decode, partition.num_decode_tokens),
-    )
+    def prefill(self, rank: int) -> IntArray:
+        """[num_prefill_tokens[rank]]"""
+        return self.indices[self.bounds[2 * rank] : self.bounds[2 * rank + 1]]
 
+    def decode(self, rank: int) -> IntArray:
+        """[num_decode_tokens[rank]]"""
+        return self.indices[self.bounds[2 * rank + 1] : self.bounds[2 * rank + 2]]
 
-def _padded(values: IntArray, starts: IntArray, counts: IntArray) -> IntArray:
-    """[P, max(counts)]: row r is `values[starts[r]:starts[r] + counts[r]]`, then -1.
+    def locate(self, token_indices: IntArray) -> tuple[IntArray, IntArray]:
+        """The inverse: (rank, local index) of tokens of the global batch, any shape. Of a token that all
+        ranks of a unit compute, the first of them.
 
-    >>> _padded(np.array([5, 6, 7]), np.array([0, 2]), np.array([2, 1])).tolist()
-    [[5, 6], [7, -1]]
-    """
-    place = np.arange(counts.max())
-    # The last place is any valid one: it stands in for all that is out of range.
-    at = np.minimum(starts[:, None] + place, values.size - 1)
-    return np.where(place < counts[:, None], values[at], -1)
-
-
-def locate_tokens(
-    partition: Partition, query_start_loc: IntArray, token_indices: IntArray
-) -> tuple[IntArray, IntArray]:
-    """Inverse of `local_token_indices`: (rank, local index) of tokens of the global batch, any shape.
-
-    Of a token that all ranks of a unit compute, the first of them.
-
-    >>> p = partition(np.array([0, 7]), np.array([10, 1]), np.array([True, False]), size=4)
-    >>> rank, local_index = locate_tokens(p, np.array([0, 10, 11]), np.array([0, 7, 10]))
-    >>> rank.tolist(), local_index.tolist()
-    ([1, 3, 0], [0, 1, 2])
-    """
-    starts = _row_global_start(partition, query_start_loc)
-    by_start = np.argsort(starts, kind="stable")
-    sorted_starts = starts[by_start]
-    last = np.searchsorted(sorted_starts, token_indices, side="right") - 1
-    # The sort is stable and rows are ordered by rank: the first of equal starts is on the first rank.
-    row = by_start[np.searchsorted(sorted_starts, sorted_starts[last])]
-    rank = partition.row_rank[row]
-    row_local_start = _offsets(partition.row_num_tokens)[row] - partition.token_offsets[rank]
-    return rank, row_local_start + token_indices - starts[row]
-
-
-def owner_of_last_token(partition: Partition) -> tuple[IntArray, IntArray]:
-    """([R] rank, [R] local index on it) of the last token that each request computes in this step.
-
-    >>> p = partition(np.array([0, 7]), np.array([10, 1]), np.array([True, False]), size=4)
-    >>> rank, local_index = owner_of_last_token(p)
-    >>> rank.tolist(), local_index.tolist()
-    ([1, 0], [2, 2])
-    """
-    query_start_loc = _offsets(partition.num_scheduled)
-    return locate_tokens(partition, query_start_loc, query_start_loc[1:] - 1)
-
-
-def _row_global_start(partition: Partition, query_start_loc: IntArray) -> IntArray:
-    """[rows] index in the global batch of each row's first token."""
-    request = partition.row_request
-    return np.asarray(query_start_loc)[request] + partition.row_start - partition.num_computed[request]
+        >>> p = partition(np.array([0, 7]), np.array([10, 1]), np.array([True, False]), size=4)
+        >>> rank, local_index = TokenOrder.of(p, np.array([0, 10, 11])).locate(np.array([0, 7, 10]))
+        >>> rank.tolist(), local_index.tolist()
+        ([1, 3, 0], [0, 1, 2])
+        """
+        place = np.zeros(self.num_tokens, np.int64)
+        place[self.indices[::-1]] = np.arange(self.indices.size - 1, -1, -1)  # the first one stays
+        at, starts = place[token_indices], self.bounds[::2]
+        rank = starts.searchsorted(at, side="right") - 1
+        return rank, at - starts[rank]
 
 
 def _offsets(counts: IntArray) -> IntArray:
@@ -376,24 +350,18 @@ def _offsets(counts: IntArray) -> IntArray:
     return offsets
 
 
-def _sums_between(values: IntArray, bounds: IntArray) -> IntArray:
-    """[n + 1] bounds -> [n] sums of `values[bounds[i]:bounds[i + 1]]`."""
-    sums = _offsets(values)[bounds]
-    return sums[1:] - sums[:-1]
-
-
 def _ranges(starts: IntArray, counts: IntArray) -> IntArray:
-    """Concatenation of `start, start + 1, ...` (count of them) over all (start, count).
+    """Concatenation of `start, start + 1, ...` (count of them, at least one) over all (start, count).
 
     >>> _ranges(np.array([7, 0]), np.array([2, 3])).tolist()
     [7, 8, 0, 1, 2]
     """
     offsets = _offsets(counts)
+    if offsets[-1] == counts.size:
+        return starts  # one of each: decode tokens
     return np.repeat(starts - offsets[:-1], counts) + np.arange(offsets[-1])
 
 
-def _sum_by(rank: IntArray, values: IntArray, size: int) -> IntArray:
-    """[size] sums of `values` by rank."""
-    sums = np.zeros(size, dtype=np.int64)
-    np.add.at(sums, rank, values)
-    return sums
+def _sum_by(group: IntArray, values: IntArray, size: int) -> IntArray:
+    """[size] sums of `values` by group; exact below 2 ** 53, which no step's causal pairs reach."""
+    return np.bincount(group, values, size).astype(np.int64)

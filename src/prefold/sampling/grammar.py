@@ -64,6 +64,10 @@ class Grammars:
         """A request has ended or was preempted; unknown ones are ignored."""
         self._places.pop(request_id, None)
 
+    @property
+    def num_requests(self) -> int:
+        return len(self._places)
+
     def allowed(self, request_id: str, output_token_ids: np.ndarray) -> np.ndarray:
         """[vocab_size] bool: the tokens that may follow `output_token_ids`, all of the request's so far.
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -29,14 +30,14 @@ class InvalidLogitsError(RuntimeError):
 
 @dataclass(frozen=True)
 class SamplingMetadata:
-    """What the sampler needs to know about the n rows it samples; one entry per row in each field.
+    """What the sampler needs to know about the n rows it samples; one entry per row in each sequence.
 
     Attributes:
         request_ids: named in errors.
         params: sampling parameters.
         seeds: resolved seeds; samples of one prompt have different ones.
         num_generated: tokens generated before this one, also across preemptions: the draw's counter.
-        prompt_token_ids, output_token_ids: integer arrays (views), read for penalties only.
+        tokens: of a row, integer arrays of its prompt and of its output; asked for penalties only.
         eos_token_ids: suppressed together with `stop_token_ids` before `min_tokens`.
         allowed: by row, [vocab] bool: the only tokens that it may take. Not an entry per row.
     """
@@ -45,14 +46,13 @@ class SamplingMetadata:
     params: Sequence[SamplingParams]
     seeds: Sequence[int]
     num_generated: Sequence[int]
-    prompt_token_ids: Sequence[np.ndarray]
-    output_token_ids: Sequence[np.ndarray]
+    tokens: Callable[[int], tuple[np.ndarray, np.ndarray]]
     eos_token_ids: Sequence[tuple[int, ...]]
     allowed: dict[int, np.ndarray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        per_row = [rows for name, rows in vars(self).items() if name != "allowed"]
-        assert len({len(rows) for rows in per_row}) == 1, "fields disagree on the number of rows"
+        per_row = (self.request_ids, self.params, self.seeds, self.num_generated, self.eos_token_ids)
+        assert len(set(map(len, per_row))) == 1, "fields disagree on the number of rows"
 
     def __len__(self) -> int:
         return len(self.params)
@@ -127,11 +127,11 @@ def _has_penalty(p: SamplingParams) -> bool:
 
 def _check_finite(logits: torch.Tensor, best: torch.Tensor, metadata: SamplingMetadata) -> None:
     """`best` is each row's argmax; argmax stops at a NaN, so looking at that one logit is enough."""
-    top = logits.gather(1, best[:, None])[:, 0]
-    bad: list[int] = (~top.isfinite()).nonzero()[:, 0].tolist()
+    top = logits.gather(1, best[:, None])[:, 0].tolist()
+    bad = [row for row, logit in enumerate(top) if not math.isfinite(logit)]
     if bad:
         request_ids = [metadata.request_ids[row] for row in bad]
-        found = [f"{metadata.request_ids[row]!r}: largest logit {top[row].item()}" for row in bad]
+        found = [f"{metadata.request_ids[row]!r}: largest logit {top[row]}" for row in bad]
         raise InvalidLogitsError(
             f"no token can be sampled from these logits ({'; '.join(found)})", request_ids
         )
@@ -178,9 +178,11 @@ def _apply_penalties(logits: torch.Tensor, metadata: SamplingMetadata) -> None:
     repetition: list[np.ndarray] = []
     subtracted: list[np.ndarray] = []
     for row, p in enumerate(metadata.params):
-        output = metadata.output_token_ids[row]
+        if not _has_penalty(p):
+            continue
+        prompt, output = metadata.tokens(row)
         if p.repetition_penalty != 1.0:
-            seen = np.unique(np.concatenate([metadata.prompt_token_ids[row], output]))
+            seen = np.unique(np.concatenate([prompt, output]))
             repeated.append((row, seen))
             repetition.append(np.full(len(seen), p.repetition_penalty, dtype=np.float32))
         if p.frequency_penalty != 0.0 or p.presence_penalty != 0.0:

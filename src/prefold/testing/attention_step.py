@@ -273,7 +273,7 @@ def run_rank(groups: dict[str, ThreadGroup], step: Step, wanted: np.ndarray) -> 
         )
         gathers.append(pcp.num_gathers - before)
     before = pcp.num_gathers
-    restored = manager.exchange(batch, parts, local.plan, step.hidden[tokens], wanted).clone()
+    restored = manager.exchange(local, step.hidden[tokens], wanted).clone()
     gathers.append(pcp.num_gathers - before)
     return RankResult(
         tokens=tokens,

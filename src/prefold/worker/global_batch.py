@@ -56,13 +56,16 @@ class GlobalBatch:
         num_computed = states.num_computed_tokens[rows]
         query_start_loc = np.zeros(len(rows) + 1, np.int64)
         np.cumsum(num_scheduled, out=query_start_loc[1:])
-        request_of = np.repeat(np.arange(len(rows)), num_scheduled)
-        positions = np.arange(query_start_loc[-1]) - (query_start_loc[:-1] - num_computed)[request_of]
-        row_of = rows[request_of]
-        blocks = states.block_ids[row_of, positions // states.block_size].astype(np.int64)
-        assert blocks.size == 0 or blocks.min() >= 0, "a scheduled token has no block"
-        end = num_computed + num_scheduled
-        assert np.all(end <= states.num_tokens[rows]), "a step may not run past the known tokens"
+        num_tokens = int(query_start_loc[-1])
+        positions, row_of = num_computed, rows
+        if num_tokens > len(rows):  # else each has one: most steps decode only
+            request_of = np.repeat(np.arange(len(rows)), num_scheduled)
+            positions = np.arange(num_tokens) - (query_start_loc[:-1] - num_computed)[request_of]
+            row_of = rows[request_of]
+        blocks = states.block_ids[row_of, positions // states.block_size]
+        assert blocks.min(initial=0) >= 0, "a scheduled token has no block"
+        num_left = states.num_tokens[rows] - num_computed - num_scheduled
+        assert num_left.min(initial=0) >= 0, "a step may not run past the known tokens"
         return cls(
             step_id=step.step_id,
             request_ids=request_ids,
@@ -74,5 +77,5 @@ class GlobalBatch:
             token_ids=states.token_ids[row_of, positions].astype(np.int64),
             positions=positions,
             slot_mapping=ownership.slots(positions, blocks, dcp_rank),
-            sampled=np.flatnonzero(end == states.num_tokens[rows]),
+            sampled=np.flatnonzero(num_left == 0),
         )

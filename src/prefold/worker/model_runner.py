@@ -189,7 +189,7 @@ class ModelRunner:
         self._stage.send(hidden)
         self._clock.mark("send")
         indices = wanted.indices if self._stage.is_last else wanted.indices[:0]
-        rows = self._pcp.exchange(batch, parts, local.plan, hidden, indices)
+        rows = self._pcp.exchange(local, hidden, indices)
         self._clock.mark("exchange")
         return rows
 

@@ -17,7 +17,7 @@ import torch
 from prefold.attention.context_ways import ContextWays
 from prefold.attention.plan import StepPlan
 from prefold.distributed.group import Group
-from prefold.distributed.pcp_layout import Partition, local_token_indices, locate_tokens, partition
+from prefold.distributed.pcp_layout import Partition, TokenOrder, partition
 from prefold.kv_ownership import KVOwnership
 from prefold.traffic import exchange_bytes
 from prefold.worker.global_batch import GlobalBatch
@@ -32,11 +32,13 @@ class InputBatch:
 
     Attributes:
         input_ids, positions: [num_tokens] int64, prefill tokens first, then decode tokens.
+        order: who computes which of the global batch's tokens.
         plan: what attention needs.
     """
 
     input_ids: torch.Tensor
     positions: torch.Tensor
+    order: TokenOrder
     plan: StepPlan
 
     @classmethod
@@ -50,11 +52,13 @@ class InputBatch:
         device: torch.device,
     ) -> InputBatch:
         """The local batch of the rank at `place`."""
-        tokens = local_token_indices(parts, place.pcp, batch.query_start_loc)
+        order = TokenOrder.of(parts, batch.query_start_loc)
+        tokens = order.of_rank(place.pcp)
         return cls(
             input_ids=torch.from_numpy(batch.token_ids[tokens]).to(device),
             positions=torch.from_numpy(batch.positions[tokens]).to(device),
-            plan=build_step_plan(batch, parts, states, place, ways, device),
+            order=order,
+            plan=build_step_plan(batch, parts, order, states, place, ways, device),
         )
 
 
@@ -100,14 +104,7 @@ class PCPManager:
         """This rank's local batch."""
         return InputBatch.build(batch, parts, states, self._place, self._ways, self._kv_cache.device)
 
-    def exchange(
-        self,
-        batch: GlobalBatch,
-        parts: Partition,
-        plan: StepPlan,
-        hidden: torch.Tensor,
-        wanted: np.ndarray,
-    ) -> torch.Tensor:
+    def exchange(self, local: InputBatch, hidden: torch.Tensor, wanted: np.ndarray) -> torch.Tensor:
         """The step's last collective: decode KV to other replicas, wanted hidden rows to PCP place 0.
 
         A step without decode tokens to send moves nothing if all wanted rows are on place 0, or if there are
@@ -120,7 +117,8 @@ class PCPManager:
         Returns:
             [len(wanted), hidden_size] in the order of `wanted`; on other places than 0 undefined.
         """
-        rank_of, index_of = locate_tokens(parts, batch.query_start_loc, wanted)
+        plan = local.plan
+        rank_of, index_of = local.order.locate(wanted)
         restored = self._workspace.get("pcp.restored", (len(wanted), hidden.shape[1]), hidden.dtype)
         own = self.group.rank
         if not plan.sent_decode.any() and not rank_of.any():

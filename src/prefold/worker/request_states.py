@@ -31,7 +31,7 @@ class RequestStates:
     Attributes:
         block_size: tokens of a block, over all ranks that share it (a virtual block).
         token_ids: [rows, max_model_len] int32, prompt and generated tokens.
-        block_ids: [rows, max_blocks] int32, -1 where no block is.
+        block_ids: [rows, max_blocks] int64, -1 where no block is.
         num_tokens, num_prompt_tokens, num_prefill_tokens, num_computed_tokens: [rows] int64.
     """
 
@@ -39,7 +39,7 @@ class RequestStates:
         self.block_size = block_size
         max_blocks = -(-max_model_len // block_size)
         self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
-        self.block_ids = np.full((max_num_seqs, max_blocks), -1, np.int32)
+        self.block_ids = np.full((max_num_seqs, max_blocks), -1, np.int64)
         self.num_blocks = np.zeros(max_num_seqs, np.int64)
         self.num_tokens = np.zeros(max_num_seqs, np.int64)
         self.num_prompt_tokens = np.zeros(max_num_seqs, np.int64)

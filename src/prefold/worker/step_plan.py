@@ -6,9 +6,10 @@ come to the same: which requests' contexts travel and how, in what pieces, with 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import compress, pairwise
 
 import numpy as np
 import torch
@@ -22,16 +23,19 @@ from prefold.attention.context_ways import (
 )
 from prefold.attention.forms import prefer_absorbed
 from prefold.attention.kv_tiles import KVPiece, KVTile
-from prefold.attention.plan import RequestWork, Rows, StepPlan, TravelPiece, Visit
+from prefold.attention.plan import DecodeTokens, RequestWork, Rows, StepPlan, TravelPiece, Visit
 from prefold.attention.shared_decode import SharedWork
 from prefold.attention.sparse_shards import Visitors
-from prefold.attention.walk import Run, Segment, others_segments, own_segments, prefix_segments
-from prefold.distributed.pcp_layout import Partition, token_indices_by_rank
+from prefold.attention.walk import Run, Segment, others_segments, own_segments
+from prefold.distributed.pcp_layout import Partition, TokenOrder
 from prefold.kv_ownership import KVOwnership
 from prefold.limits import TRAVEL_TOKENS, VISIT_TOKENS
 from prefold.worker.global_batch import GlobalBatch
 from prefold.worker.projected_tiles import projected_tiles
 from prefold.worker.request_states import RequestStates
+
+TRAVELLING = SLICED, QUERY
+"""Ways in which queries do."""
 
 
 @dataclass(frozen=True)
@@ -106,13 +110,14 @@ def _equal_neighbours(*columns: np.ndarray) -> Iterator[tuple[int, int]]:
 def build_step_plan(
     batch: GlobalBatch,
     parts: Partition,
+    order: TokenOrder,
     states: RequestStates,
     place: RankPlace,
     ways: ContextWays,
     device: torch.device,
 ) -> StepPlan:
-    """The StepPlan of the rank at `place`."""
-    return _Planner(batch, parts, states, place, ways, device).plan()
+    """The StepPlan of the rank at `place`. `order`: of `parts`."""
+    return _Planner(batch, parts, order, states, place, ways, device).plan()
 
 
 class _Planner:
@@ -122,41 +127,44 @@ class _Planner:
         self,
         batch: GlobalBatch,
         parts: Partition,
+        order: TokenOrder,
         states: RequestStates,
         place: RankPlace,
         ways: ContextWays,
         device: torch.device,
     ) -> None:
-        self._batch, self._parts, self._place, self._ways = batch, parts, place, ways
-        self._device = device
-        num_blocks = -(-int((batch.num_computed + batch.num_scheduled).max(initial=0)) // states.block_size)
-        blocks = states.block_ids[batch.rows, :num_blocks].astype(np.int64)
-        self._block_ids = self._tensor(blocks)
+        self._batch, self._parts, self._order = batch, parts, order
+        self._place, self._ways, self._device = place, ways, device
+        num_blocks = -(-int(parts.row_end.max(initial=0)) // states.block_size)
+        self._block_ids = self._tensor(states.block_ids[batch.rows, :num_blocks])
         # A row of decode tokens is computed by a whole unit if the cache is sharded.
-        self._is_shared = ~batch.is_prefill & (place.ownership.dcp_size > 1)
-        num_queries = np.zeros((len(batch.rows), parts.size), np.int64)
-        np.add.at(num_queries, (parts.row_request, parts.row_rank), parts.row_num_tokens)
-        self._way = self._choose_ways(num_queries)
-        self._is_projected = batch.is_prefill & ways.share_projections(num_queries, batch.num_computed)
-        self._prefill_by_rank, self._decode_by_rank = token_indices_by_rank(parts, batch.query_start_loc)
-        is_new = np.repeat(batch.is_prefill, batch.num_scheduled)
-        self._new = np.flatnonzero(is_new)
-        self._new_row = np.cumsum(is_new) - 1
+        self._shares_decode = place.ownership.dcp_size > 1
+        self._has_prefill = bool(batch.is_prefill.any())
+        self._way = self._choose_ways()
+        self._ways_taken = set(self._way)
+        self._is_projected = np.zeros(len(batch.rows), np.bool_)
+        self._new = self._new_row = np.zeros(0, np.int64)
+        if self._has_prefill:
+            shared = ways.share_projections(self._num_queries(), batch.num_computed)
+            self._is_projected = batch.is_prefill & shared
+            is_new = np.repeat(batch.is_prefill, batch.num_scheduled)
+            self._new, self._new_row = np.flatnonzero(is_new), np.cumsum(is_new) - 1
 
     def plan(self) -> StepPlan:
-        batch, parts, place = self._batch, self._parts, self._place
+        batch, parts, place, order = self._batch, self._parts, self._place, self._order
         works, work_of = self._works()
-        new_rows = [self._new_row[own[own >= 0]] for own in self._prefill_by_rank]
+        decode = self._decode()
         sent = [self._sent_decode(pcp) for pcp in range(place.pcp_size)]
         return StepPlan(
             num_tokens=int(parts.num_tokens[place.pcp]),
             num_prefill_tokens=int(parts.num_prefill_tokens[place.pcp]),
             works=works,
+            own_decode=None if self._shares_decode else decode,
             gather_tokens=int(parts.num_prefill_tokens.max()),
-            new_rows=tuple(self._tensor(rows) for rows in new_rows),
+            new_rows=tuple(self._tensor(self._new_row[order.prefill(pcp)]) for pcp in range(place.pcp_size)),
             write_new=self._kept(batch.slot_mapping[self._new]),
-            write_decode=self._kept(batch.slot_mapping[self._decode_tokens(place.pcp)]),
-            shared_decode=self._shared_decode(),
+            write_decode=self._kept(batch.slot_mapping[order.decode(place.pcp)]),
+            shared_decode=decode if self._shares_decode else None,
             travel=self._travel(),
             visits=self._visits(),
             kv_tiles=self._kv_tiles(work_of),
@@ -170,27 +178,48 @@ class _Planner:
             ways=self._count_ways(),
         )
 
-    def _choose_ways(self, num_queries: np.ndarray) -> np.ndarray:
+    def _num_queries(self) -> np.ndarray:
+        """[R, P] new tokens of each request on each PCP rank."""
+        parts, num_requests = self._parts, len(self._batch.rows)
+        place = parts.row_request * parts.size + parts.row_rank
+        counts = np.bincount(place, parts.row_num_tokens, num_requests * parts.size)
+        return counts.astype(np.int64).reshape(num_requests, parts.size)
+
+    def _choose_ways(self) -> list[str]:
         """[R] ways of attending to the context; LOCAL where there is none, or only this rank's part of it
         concerns its queries."""
         batch = self._batch
-        way = np.full(len(batch.rows), LOCAL, dtype="<U8")
-        has_choice = np.flatnonzero((batch.num_computed > 0) & ~self._is_shared)
-        way[has_choice] = self._ways.choose(num_queries[has_choice], batch.num_computed[has_choice])
+        way = [LOCAL] * len(batch.rows)
+        if self._ways.legal == (LOCAL,) or (self._shares_decode and not self._has_prefill):
+            return way
+        has_choice = batch.num_computed > 0
+        if self._shares_decode:
+            has_choice &= batch.is_prefill
+        requests = np.flatnonzero(has_choice)
+        chosen = self._ways.choose(self._num_queries()[requests], batch.num_computed[requests])
+        for request, name in zip(requests.tolist(), chosen.tolist()):
+            way[request] = name
         return way
+
+    def _takes(self, *ways: str) -> np.ndarray:
+        """[R] whether a request takes one of these ways."""
+        return np.array([way in ways for way in self._way], np.bool_)
 
     def _count_ways(self) -> dict[str, int]:
         """See StepPlan."""
-        ways, counts = np.unique(
-            np.where(self._is_shared, "shared", self._way)[self._batch.num_computed > 0], return_counts=True
-        )
-        return dict(zip(ways.tolist(), counts.tolist()))
+        batch, names = self._batch, self._way
+        if self._shares_decode:
+            names = [way if new else "shared" for way, new in zip(names, batch.is_prefill.tolist())]
+        return dict(Counter(compress(names, batch.num_computed.tolist())))
 
     def _works(self) -> tuple[tuple[RequestWork, ...], dict[int, int]]:
-        """The rank's rows joined to requests, and where each request is. Rows of a request are neighbours."""
+        """The rank's rows joined to requests, but for what `_decode` has, and where each request is. Rows of
+        a request are neighbours."""
         parts = self._parts
         works: list[RequestWork] = []
         work_of: dict[int, int] = {}
+        if not self._has_prefill and not self._travels:
+            return (), work_of
         runs: list[Run] = []
         offset = 0
         rows = parts.rows_of(self._place.pcp)
@@ -201,21 +230,22 @@ class _Planner:
             offset += end - start
             if following == request:
                 continue
-            if not self._is_shared[request]:
+            if self._batch.is_prefill[request] or self._way[request] in TRAVELLING:
                 work_of[request] = len(works)
                 works.append(self._work(request, tuple(runs)))
             runs = []
         return tuple(works), work_of
 
+    @property
+    def _travels(self) -> bool:
+        """Whether queries of any request do."""
+        return not self._ways_taken.isdisjoint(TRAVELLING)
+
     def _work(self, request: int, runs: tuple[Run, ...]) -> RequestWork:
         way, block_ids = self._way[request], self._block_ids[request]
-        travels = way in (SLICED, QUERY)
-        if not self._batch.is_prefill[request]:
-            # Absorbed in any case: one projection serves all decode tokens, which are neighbours. Their KV
-            # is in the cache by then: one walk, unless the context is elsewhere.
-            own = own_segments(runs) if travels else ()
-            cached = () if travels else prefix_segments(range(runs[0].start + 1, runs[0].end + 1))
-            return RequestWork(runs, block_ids, cached, own, (), 0, absorbed=True, travels=travels)
+        travels = way in TRAVELLING
+        if not self._batch.is_prefill[request]:  # absorbed in any case, as all decode tokens are
+            return RequestWork(runs, block_ids, (), own_segments(runs), (), 0, absorbed=True, travels=True)
         num_computed = int(self._batch.num_computed[request])
         num_queries = sum(run.end - run.start for run in runs)
         num_keys = runs[-1].end - (num_computed if travels else 0)
@@ -232,26 +262,27 @@ class _Planner:
             travels=travels,
         )
 
-    def _shared_decode(self) -> tuple[SharedWork, ...]:
-        """The decode rows of this rank's unit, if all of it computes them."""
-        if not self._is_shared.any():
-            return ()
-        parts, place = self._parts, self._place
-        rows = np.arange(parts.row_request.size)[parts.rows_of(place.pcp)]
-        rows = rows[self._is_shared[parts.row_request[rows]]]
-        counts = parts.row_num_tokens[rows]
-        ends = np.cumsum(counts)
-        positions = np.repeat(parts.row_end[rows] - ends, counts) + np.arange(counts.sum())
-        lengths = place.ownership.local_lengths(positions + 1)[:, place.dcp]
-        return tuple(
-            SharedWork(
-                slice(int(start), int(end)),
-                self._tensor(positions[start:end]),
-                self._block_ids[request],
-                prefix_segments(lengths[start:end].tolist()),
-            )
-            for request, start, end in zip(parts.row_request[rows].tolist(), ends - counts, ends)
-        )
+    def _decode(self) -> DecodeTokens | None:
+        """This rank's decode tokens whose queries do not travel."""
+        parts, place, ownership = self._parts, self._place, self._place.ownership
+        own = parts.rows_of(place.pcp)
+        requests = parts.row_request[own]
+        if self._has_prefill:
+            requests = requests[~parts.row_is_prefill[own]]
+        global_tokens = self._order.decode(place.pcp)
+        if len(global_tokens) > len(requests):
+            requests = np.repeat(requests, self._batch.num_scheduled[requests])
+        end = int(parts.num_tokens[place.pcp])
+        tokens, positions = np.arange(end - len(requests), end), self._batch.positions[global_tokens]
+        if self._travels:
+            stays = ~self._takes(*TRAVELLING)[requests]
+            tokens, positions, requests = tokens[stays], positions[stays], requests[stays]
+        if not len(tokens):
+            return None
+        lengths = positions + 1
+        if self._shares_decode:
+            lengths = np.ascontiguousarray(ownership.local_lengths(lengths)[:, place.dcp])
+        return DecodeTokens(tokens, positions, lengths, requests, self._block_ids)
 
     def _travel(self) -> tuple[TravelPiece, ...]:
         """Travelling queries of this rank's group in pieces, each rank's in the order of its local batch."""
@@ -285,10 +316,9 @@ class _Planner:
     def _traveller_pieces(self, size: int) -> Iterator[_Travellers]:
         """The tokens of this rank's unit whose queries travel, at most `size` of each rank in a piece."""
         parts, place, ways = self._parts, self._place, self._ways
-        travels = (self._way == SLICED) | (self._way == QUERY)
-        if not travels.any():
+        if not self._travels:
             return
-        row_travels = travels[parts.row_request]
+        row_travels = self._takes(*TRAVELLING)[parts.row_request]
         in_unit = parts.row_rank // ways.unit == place.pcp // ways.unit
         rows = np.flatnonzero(in_unit & row_travels)
         counts = parts.row_num_tokens[rows]
@@ -326,9 +356,9 @@ class _Planner:
 
     def _kv_tiles(self, work_of: dict[int, int]) -> tuple[KVTile, ...]:
         """Contexts of which any rank of this DCP group has queries, packed into tiles."""
-        is_gathered = self._way == KV
-        if not is_gathered.any():
+        if KV not in self._ways_taken:
             return ()
+        is_gathered = self._takes(KV)
         parts, place, ownership = self._parts, self._place, self._place.ownership
         in_unit = parts.row_rank // place.unit == place.pcp // place.unit
         requests = np.unique(parts.row_request[in_unit & is_gathered[parts.row_request]])
@@ -355,14 +385,10 @@ class _Planner:
     def _sent_decode(self, pcp: int) -> np.ndarray:
         """Decode tokens whose KV PCP rank `pcp` sends to the other units: those that it holds."""
         place = self._place
-        tokens = self._decode_tokens(pcp)
-        held = place.ownership.owner(self._batch.positions[tokens]) == place.dcp_of(pcp)
-        return tokens[held & (place.unit < place.pcp_size)]
-
-    def _decode_tokens(self, pcp: int) -> np.ndarray:
-        """Global indices of a rank's decode tokens."""
-        own = self._decode_by_rank[pcp]
-        return own[own >= 0]
+        tokens = self._order.decode(pcp)
+        if place.unit == place.pcp_size:  # there are no others
+            return tokens[:0]
+        return tokens[place.ownership.owner(self._batch.positions[tokens]) == place.dcp_of(pcp)]
 
     def _kept(self, slots: np.ndarray) -> Rows:
         """Of tokens with these slots, those that this rank holds."""

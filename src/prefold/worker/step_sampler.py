@@ -40,7 +40,8 @@ class WantedTokens:
     def of(cls, batch: GlobalBatch, states: RequestStates) -> WantedTokens:
         """A pure function of the global batch: the same on all ranks."""
         prompt = {}
-        for i, row in enumerate(batch.rows):
+        for i in np.flatnonzero(batch.is_prefill).tolist():
+            row = batch.rows[i]
             if _info(states, row).sampling_params.prompt_logprobs is None:
                 continue
             last = states.num_prompt_tokens[row] - 1  # its logits predict the first output token
@@ -152,7 +153,7 @@ class StepSampler:
     ) -> tuple[dict[int, np.ndarray], dict[str, str]]:
         """What grammars allow: (index into the batch -> [vocab] bool, errors by request id)."""
         states, allowed, errors = self._states, {}, {}
-        for request in requests:
+        for request in requests if self._grammars.num_requests else ():
             row = int(batch.rows[request])
             info = _info(states, row)
             if info.sampling_params.structured_outputs is None:
@@ -168,17 +169,20 @@ class StepSampler:
         self, batch: GlobalBatch, requests: list[int], allowed: dict[int, np.ndarray]
     ) -> SamplingMetadata:
         states = self._states
-        rows = [int(batch.rows[request]) for request in requests]
-        infos = [_info(states, row) for row in rows]
-        prompts = [int(states.num_prompt_tokens[row]) for row in rows]
-        ends = [int(states.num_tokens[row]) for row in rows]
+        rows = batch.rows[requests]
+        infos = [_info(states, row) for row in rows.tolist()]
+
+        def tokens(i: int) -> tuple[np.ndarray, np.ndarray]:
+            prompt, end = states.num_prompt_tokens[rows[i]], states.num_tokens[rows[i]]
+            known = states.token_ids[rows[i], :end]
+            return known[:prompt], known[prompt:]
+
         return SamplingMetadata(
             request_ids=[info.request_id for info in infos],
             params=[info.sampling_params for info in infos],
             seeds=[info.seed for info in infos],
-            num_generated=[end - prompt for end, prompt in zip(ends, prompts)],
-            prompt_token_ids=[states.token_ids[row, :prompt] for row, prompt in zip(rows, prompts)],
-            output_token_ids=[states.token_ids[row, p:e] for row, p, e in zip(rows, prompts, ends)],
+            num_generated=(states.num_tokens[rows] - states.num_prompt_tokens[rows]).tolist(),
+            tokens=tokens,
             eos_token_ids=[info.eos_token_ids for info in infos],
             allowed={i: allowed[request] for i, request in enumerate(requests) if request in allowed},
         )
