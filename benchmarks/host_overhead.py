@@ -1,132 +1,212 @@
-"""What a step costs besides the forward: planning it, telling the ranks, batching, and taking in what came.
+"""What a step costs besides layers and head: planning it, telling the ranks, sampling, taking in what came.
 
-    python benchmarks/host_overhead.py [--seqs 256] [--pcp 8] [--dcp 1] [--context 2000]
+    python benchmarks/host_overhead.py [--seqs 64] [--pcp 1] [--tp 1] [--dcp 1] [--context 1000]
+        [--sample greedy|top-p|penalty|logprobs] [--cold-mb 64]
 
-Median and least CPU time over decode steps in this process, with no rank running: one line per part, and
-where it runs. The parts of the ranks run on all ranks at the same time. Run it on an idle machine.
+Median and least CPU time over steps that decode, in this process: one line per part, and where it runs.
+The runner of a tiny model is the first rank; its layers and head are left out, and its collectives wait for
+nobody. Ranks do their parts at the same time. Where layers and head would read weights, so many MB are read:
+then nothing of Python is left in the caches. With 0 one sees what the same takes in a loop. Run it on an
+idle machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 from contextlib import contextmanager
 from statistics import median
+from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 
-from prefold.attention.context_ways import ContextWays
-from prefold.config import (
-    CacheConfig,
-    EngineConfig,
-    MLAConfig,
-    ParallelConfig,
-    RuntimeConfig,
-    SchedulerConfig,
-)
-from prefold.distributed.pcp_layout import partition
+from prefold import SamplingParams
+from prefold.attention.context_parallel import ContextParallelAttention
+from prefold.distributed.group import GROUP_NAMES, Group
+from prefold.distributed.mesh import Mesh
+from prefold.engine.args import EngineArgs
 from prefold.engine.core import EngineCore
 from prefold.engine.core_messages import CoreOutputs, CoreRequest
 from prefold.engine.observer import EngineObserver
 from prefold.engine.output_processor import OutputProcessor
-from prefold.kv_ownership import KVOwnership
-from prefold.request import SamplingParams
-from prefold.step import ModelRunnerOutput, SchedulerOutput, StepStats
-from prefold.testing.model_config import mla_model_config
+from prefold.engine.scheduler import Scheduler
+from prefold.sampling.sampler import Sampler
+from prefold.step import ModelRunnerOutput, SchedulerOutput
+from prefold.testing.checkpoints import make_checkpoint
+from prefold.worker import model_runner
 from prefold.worker.global_batch import GlobalBatch
-from prefold.worker.pcp_manager import InputBatch
+from prefold.worker.model_runner import ModelRunner
+from prefold.worker.pcp_manager import InputBatch, PCPManager
 from prefold.worker.request_states import RequestStates
-from prefold.worker.step_plan import RankPlace
+from prefold.worker.step_clock import StepClock
+from prefold.worker.step_sampler import StepSampler, WantedTokens
 
-MODEL = mla_model_config(
-    vocab_size=100_000,
-    num_heads=16,
-    mla=MLAConfig(None, 512, 128, 64, 128),
-    max_position_embeddings=100_000,
-)
+MODEL, VOCAB = "DeepseekV3ForCausalLM", 32_000
+
+SAMPLES: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "top-p": {"temperature": 0.8, "top_p": 0.9},
+    "penalty": {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1},
+    "logprobs": {"temperature": 0.0, "logprobs": 2},
+}
+"""What requests ask for."""
+
+PARTS: list[tuple[Any, str, str]] = [
+    (Scheduler, "schedule", "engine: schedule"),
+    (Scheduler, "update_from_output", "engine: update"),
+    (EngineObserver, "on_scheduled", "engine: observe"),
+    (EngineObserver, "on_done", "engine: observe"),
+    (EngineCore, "step", "engine: the rest of a step"),
+    (OutputProcessor, "apply", "server: take the news in"),
+    (ModelRunner, "execute", "rank: the rest of a step"),
+    (RequestStates, "apply", "rank: request states"),
+    (GlobalBatch, "build", "rank: global batch"),
+    (PCPManager, "partition", "rank: partition"),
+    (WantedTokens, "of", "rank: wanted tokens"),
+    (model_runner, "plan_checksum", "rank: check plan"),
+    (model_runner, "check_plan", "rank: check plan"),
+    (InputBatch, "build", "rank: step plan"),
+    (ContextParallelAttention, "begin_step", "rank: attention's plan"),
+    (PCPManager, "exchange", "rank: exchange"),
+    (StepSampler, "__call__", "rank: sample"),
+    (Sampler, "__call__", "rank: choose tokens"),
+    (StepClock, "stats", "rank: statistics"),
+]
+"""(owner, function, part): several functions may be one part."""
 
 
 class Clock:
-    """Seconds by part, one entry per step."""
+    """CPU seconds by part and step, without those of the parts within."""
 
     def __init__(self) -> None:
-        self.seconds: dict[str, list[float]] = defaultdict(list)
+        self.steps: list[dict[str, float]] = []
+        self._within: list[float] = [0.0]
+
+    def begin_step(self) -> None:
+        self.steps.append(defaultdict(float))
 
     @contextmanager
-    def time(self, part: str) -> Iterator[None]:
+    def time(self, part: str | None):
+        """`part` None: of no interest."""
+        self._within.append(0.0)
         started = time.thread_time()
-        yield
-        self.seconds[part].append(time.thread_time() - started)
+        try:
+            yield
+        finally:
+            seconds = time.thread_time() - started
+            if self.steps and part is not None:
+                self.steps[-1][part] += seconds - self._within[-1]
+            self._within.pop()
+            self._within[-1] += seconds
 
-    def run(self, part: str, function: Callable, *args: object):
-        with self.time(part):
-            return function(*args)
+    def watch(self, owner: Any, name: str, part: str) -> None:
+        """Time a function of a class or module from now on."""
+        function = getattr(owner, name)  # of a class method: bound
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            with self.time(part):
+                return function(*args, **kwargs)
+
+        setattr(owner, name, staticmethod(timed) if isinstance(vars(owner)[name], classmethod) else timed)
 
 
-class Rank:
-    """The first rank's part of a step, without its forward."""
+class Alone:
+    """Collectives whose other ranks have sent the same, and do not let one wait."""
 
-    def __init__(self, config: EngineConfig, clock: Clock) -> None:
-        parallel, cache = config.parallel, config.cache
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def all_reduce(self, x: torch.Tensor) -> None: ...
+
+    def all_gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(x.expand_as(out))
+
+    def reduce_scatter(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(x[0])
+
+    def broadcast(self, x: torch.Tensor, src: int) -> None: ...
+
+    def barrier(self) -> None: ...
+
+    def gather_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype)
+
+    def start_all_gather(self, x: torch.Tensor) -> Received:
+        return Received([x] * self._size)
+
+    def start_all_to_all(
+        self, x: torch.Tensor, send_counts: Sequence[int], capacity: int, receive_counts: Sequence[int] | None
+    ) -> Received:
+        return Received(list(x.split(list(send_counts))))
+
+    def send(self, x: torch.Tensor, dst: int) -> None: ...
+
+    def recv(self, out: torch.Tensor, src: int) -> None: ...
+
+
+class Received:
+    """What has come."""
+
+    def __init__(self, parts: list[torch.Tensor]) -> None:
+        self._parts = parts
+
+    def wait(self) -> list[torch.Tensor]:
+        return self._parts
+
+    def release(self) -> None: ...
+
+
+class NoModel:
+    """Stands for the layers and the head: reads so many bytes, and makes up the results."""
+
+    def __init__(self, model: Any, clock: Clock, cold_bytes: int, num_tokens: int) -> None:
+        self.config = model.config
         self._clock = clock
-        self._ownership = KVOwnership(
-            cache.block_size, parallel.decode_context_parallel_size, parallel.cp_kv_cache_interleave_size
-        )
-        pcp = parallel.prefill_context_parallel_size
-        self._place = RankPlace(0, pcp, 0, self._ownership)
-        limits = config.scheduler
-        self._states = RequestStates(
-            limits.max_num_seqs, limits.max_model_len, self._ownership.virtual_block_size
-        )
-        self._ways = ContextWays.of(config)
-        self._decoder = msgspec.msgpack.Decoder(SchedulerOutput)
-        self._min_split_tokens = config.runtime.min_split_tokens
+        self._weights = np.zeros(max(cold_bytes // 8, 1))
+        self._hidden = torch.zeros(num_tokens, self.config.hidden_size, dtype=model.compute_dtype)
+        self._logits = torch.rand(num_tokens, VOCAB)
 
-    def run(self, message: bytes) -> None:
-        clock, states, place = self._clock, self._states, self._place
-        step = clock.run("rank: decode the step", self._decoder.decode, message)
-        clock.run("rank: request states", states.apply, step)
-        batch = clock.run("rank: global batch", GlobalBatch.build, states, step, self._ownership, place.dcp)
-        with clock.time("rank: partition"):
-            parts = partition(
-                batch.num_computed,
-                batch.num_scheduled,
-                batch.is_prefill,
-                size=place.pcp_size,
-                min_split_tokens=self._min_split_tokens,
-                decode_unit=place.unit,
-            )
-        device = torch.device("cpu")
-        clock.run("rank: step plan", InputBatch.build, batch, parts, states, place, self._ways, device)
+    def read_weights(self) -> None:
+        with self._clock.time(None):
+            self._weights.sum()
+
+    def __call__(self, input_ids: torch.Tensor, *_: Any) -> torch.Tensor:
+        self.read_weights()
+        return self._hidden[: len(input_ids)]
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.read_weights()
+        return self._logits[: len(hidden)]
 
 
-class Ranks:
-    """An executor: batches of the first rank, and a token for everybody."""
+class FirstRank:
+    """An executor: runs the first rank's part of each step in this process."""
 
-    def __init__(self, rank: Rank, clock: Clock, num_prompt_tokens: int) -> None:
-        self._rank, self._clock = rank, clock
-        self._num_prompt_tokens = num_prompt_tokens
+    def __init__(self, runner: ModelRunner, clock: Clock) -> None:
+        self._runner, self._clock = runner, clock
+        self._step_decoder = msgspec.msgpack.Decoder(SchedulerOutput)
         self._decoder = msgspec.msgpack.Decoder(ModelRunnerOutput)
         self._encoder = msgspec.msgpack.Encoder()
-        self._pending: list[ModelRunnerOutput] = []
+        self._pending: list[bytes] = []
 
     def submit(self, replica: int, step: SchedulerOutput) -> None:
-        message = self._clock.run("engine: encode the step", self._encoder.encode, step)
-        self._rank.run(message)
-        computed = {r.request_id: r.num_computed_tokens for r in (*step.new_requests, *step.cached_requests)}
-        sampled = {
-            request_id: [7]
-            for request_id, num_tokens in step.num_scheduled_tokens.items()
-            if computed[request_id] + num_tokens >= self._num_prompt_tokens
-        }
-        self._pending.append(ModelRunnerOutput(step.step_id, sampled, {}, {}, StepStats([1], [1])))
+        with self._clock.time("engine: encode and decode messages"):
+            self._pending.append(self._encoder.encode(step))
 
     def receive(self) -> tuple[int, ModelRunnerOutput]:
-        body = msgspec.msgpack.encode(self._pending.pop())
-        return 0, self._clock.run("engine: decode the output", self._decoder.decode, body)
+        with self._clock.time("rank: decode and encode messages"):
+            step = self._step_decoder.decode(self._pending.pop())
+        output = self._runner.execute(step)
+        assert output is not None
+        with self._clock.time("rank: decode and encode messages"):
+            body = self._encoder.encode(output)
+        with self._clock.time("engine: encode and decode messages"):
+            return 0, self._decoder.decode(body)
 
     def check_health(self) -> None: ...
 
@@ -135,75 +215,82 @@ class Ranks:
     def shutdown(self) -> None: ...
 
 
-def watch(clock: Clock, part: str, function: Callable) -> Callable:
-    """The function, timed."""
-    return lambda *args: clock.run(part, function, *args)
+def lonely_groups(mesh: Mesh) -> dict[str, Group]:
+    """The first rank's."""
+    groups = {}
+    for name in GROUP_NAMES:
+        ranks = mesh.group_of(name, 0)
+        groups[name] = Group(name, ranks, 0, Alone(len(ranks)) if len(ranks) > 1 else None, "shm")
+    return groups
 
 
-def measure(args: argparse.Namespace) -> dict[str, list[float]]:
-    """CPU seconds by part, over steps that decode all sequences."""
-    parallel = ParallelConfig(prefill_context_parallel_size=args.pcp, decode_context_parallel_size=args.dcp)
-    num_blocks = args.seqs * -(-(args.context + args.steps + 2) // (32 * args.dcp))
-    config = EngineConfig(
-        MODEL,
-        parallel,
-        CacheConfig(32, num_blocks, True),
-        SchedulerConfig(args.seqs, 8192, args.context + args.steps + 2),
-        RuntimeConfig(),
-    )
+def measure(args: argparse.Namespace) -> list[dict[str, float]]:
+    """CPU seconds by part, of each step that decodes all sequences."""
     clock = Clock()
-    core = EngineCore(config, Ranks(Rank(config, clock), clock, args.context), EngineObserver(config))
+    max_model_len = args.context + args.steps + 2
+    with tempfile.TemporaryDirectory() as folder:
+        make_checkpoint(MODEL, folder, num_hidden_layers=2, vocab_size=VOCAB, max_position_embeddings=100_000)
+        config = EngineArgs(
+            folder,
+            prefill_context_parallel_size=args.pcp,
+            tensor_parallel_size=args.tp,
+            decode_context_parallel_size=args.dcp,
+            max_model_len=max_model_len,
+            max_num_seqs=args.seqs,
+            num_blocks=args.seqs * -(-max_model_len // 16) + 16,
+        ).resolve()
+        runner = ModelRunner(config, lonely_groups(Mesh.of(config.parallel)))
+    runner._model = model = NoModel(runner._model, clock, int(args.cold_mb * 2**20), 8192)  # type: ignore[assignment]
+    runner._sampler._model = model  # type: ignore[assignment]
+    core = EngineCore(config, FirstRank(runner, clock), EngineObserver(config))
     outputs = OutputProcessor(None)
-    params = SamplingParams(max_tokens=args.steps, ignore_eos=True)
+    params = SamplingParams(max_tokens=args.steps, ignore_eos=True, **SAMPLES[args.sample])
     for i in range(args.seqs):
-        prompt = [(i * 31 + k * k) % 90_000 for k in range(args.context)]
+        prompt = [(i * 31 + k * k) % VOCAB for k in range(args.context)]
         sample_ids = outputs.add_request(str(i), None, prompt, params, 0.0)
         core.add_request(CoreRequest(str(i), sample_ids, prompt, params, 0.0))
     (scheduler,) = core.schedulers
     while any(request.is_prefill for request in scheduler.requests.values()):
         outputs.apply(core.step())
-    scheduler.schedule = watch(clock, "engine: schedule", scheduler.schedule)
-    scheduler.update_from_output = watch(clock, "engine: update", scheduler.update_from_output)
-    observer = core.observer
-    assert observer is not None
-    observer.on_scheduled = watch(clock, "engine: observe", observer.on_scheduled)
-    observer.on_done = watch(clock, "engine: observe the end", observer.on_done)
-    clock.seconds.clear()
+    for owner, name, part in PARTS:
+        clock.watch(owner, name, part)
     while core.has_unfinished_requests and len(scheduler.running) == args.seqs:
-        with clock.time("engine: all of a step, ranks' parts included"):
-            news = core.step()
-        body = clock.run("engine: encode the news", msgspec.msgpack.encode, news)
-        news = clock.run("server: decode the news", msgspec.msgpack.Decoder(CoreOutputs).decode, body)
-        clock.run("server: take them in", outputs.apply, news)
-    return clock.seconds
+        model.read_weights()
+        clock.begin_step()
+        news = core.step()
+        with clock.time("engine: encode and decode messages"):
+            body = msgspec.msgpack.encode(news)
+        with clock.time("server: decode the news"):
+            news = msgspec.msgpack.Decoder(CoreOutputs).decode(body)
+        outputs.apply(news)
+    return clock.steps
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seqs", type=int, default=256, help="sequences that decode")
-    parser.add_argument("--pcp", type=int, default=8)
+    parser.add_argument("--seqs", type=int, default=64, help="sequences that decode")
+    parser.add_argument("--pcp", type=int, default=1)
+    parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--dcp", type=int, default=1)
-    parser.add_argument("--context", type=int, default=2000, help="tokens of every prompt")
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--context", type=int, default=1000, help="tokens of every prompt")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--sample", choices=SAMPLES, default="greedy")
+    parser.add_argument("--cold-mb", type=float, default=64.0, help="what is read between two parts")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    measured = measure(args)
-    for part in sorted(measured):
-        print(f"{part:48} {median(measured[part]) * 1e3:7.3f} ms {min(measured[part]) * 1e3:7.3f} ms")
-    for pick in (median, min):
-        print_sums(pick.__name__, {part: pick(measured[part]) for part in measured})
+    steps = measure(args)
+    for part in sorted(steps[0]):
+        print_times(part, [step[part] for step in steps])
+    for place in ("engine", "rank", "server"):
+        sums = [sum(s for part, s in step.items() if part.startswith(place)) for step in steps]
+        print_times(f"{place}: sum", sums)
+    print_times("all", [sum(step.values()) for step in steps])
 
 
-def print_sums(name: str, seconds: dict[str, float]) -> None:
-    ranks = sum(s for part, s in seconds.items() if part.startswith("rank"))
-    whole = seconds["engine: all of a step, ranks' parts included"]
-    planning = sum(seconds[part] for part in ("engine: schedule", "engine: update", "rank: partition"))
-    print(
-        f"{name}: schedule + update + partition {planning * 1e3:.3f} ms, a rank {ranks * 1e3:.3f} ms, "
-        f"the engine {(whole - ranks) * 1e3:.3f} ms"
-    )
+def print_times(name: str, seconds: list[float]) -> None:
+    print(f"{name:40} {median(seconds) * 1e3:8.3f} ms {min(seconds) * 1e3:8.3f} ms")
 
 
 if __name__ == "__main__":
