@@ -16,12 +16,11 @@ from prefold.gguf_tokenizer import build_tokenizer, describes_tokenizer
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
-    "tokenizer_config.json",
     "vocab.json",
     "vocab.txt",
     "tiktoken.model",
 )
-"""A folder without any of these has no tokenizer."""
+"""A folder without any of these has no tokenizer, whatever its tokenizer_config.json says."""
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """What decoders put where bytes are no UTF-8 (or not yet)."""

@@ -124,8 +124,10 @@ def remove_parts(trace: str) -> None:
 def checked_trace_path(trace: str) -> str:
     """The path made absolute; ValueError unless a file can be there."""
     path = Path(trace).expanduser().absolute()
-    if not path.parent.is_dir() or path.is_dir():
-        raise ValueError(f"trace={trace!r} is no path of a file: there must be a folder {path.parent}")
+    if path.is_dir():
+        raise ValueError(f"trace={trace!r} is a folder: give the path of a file")
+    if not path.parent.is_dir():
+        raise ValueError(f"trace={trace!r} cannot be written: there is no folder {path.parent}")
     return str(path)
 
 

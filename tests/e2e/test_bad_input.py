@@ -166,6 +166,12 @@ def test_options(tiny, options: dict[str, Any], parts: list[str]):
         tiny.llm(**options)
 
 
+def test_a_gpu_where_there_is_none(tiny, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"device='cuda': torch .* sees no GPU here"):
+        tiny.llm(device="cuda")
+
+
 def test_the_smallest_kv_cache_that_holds_a_request(tiny):
     """The last token's KV is never needed: 10 blocks of 4 tokens serve 41 tokens."""
     for options in ({"num_blocks": 10}, {"num_blocks": None, "kv_cache_memory_bytes": 12_800}):

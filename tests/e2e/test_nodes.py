@@ -297,6 +297,8 @@ def test_a_node_that_has_no_checkpoint_or_no_engine(checkpoint: str) -> None:
     where = {"nnodes": 2, "node_rank": 1, "master_addr": "127.0.0.1", "master_port": port}
     with pytest.raises(ValueError, match=r"node 1 needs a copy of node 0's checkpoint"):
         run_node("/nowhere", **where)
+    with pytest.raises(ValueError, match=r"node_rank=5 is outside \[0, nnodes=2\)$"):
+        run_node(checkpoint, **where | {"node_rank": 5})
     with pytest.raises(EngineDeadError, match=rf"no engine at 127.0.0.1:{port} within 0.5 s"):
         run_node(checkpoint, prefill_context_parallel_size=2, collective_timeout_s=0.5, **where)
 

@@ -158,7 +158,7 @@ def test_every_sampling_parameter_can_be_reached():
         (["--prompt", "x", "--json", "--stream"], "--stream .* --json .*: choose one"),
         (["--prompt", "x", "--logprobs", "3"], "shown by --json only"),
         (["--prompt", "x", "--stream", "--n", "2"], "--stream shows one text"),
-        (["--prompt-file", "no/such/file"], "No such file or directory: 'no/such/file'"),
+        (["--prompt-file", "no/such/file"], "no/such/file: No such file or directory"),
         (["--prompt", "x"], "which is not supported; supported: Deepseek"),
     ],
 )

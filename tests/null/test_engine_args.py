@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -181,6 +182,16 @@ def test_every_axis_reaches_the_configuration(base: EngineArgs):
         ({"data_parallel_size": 0}, "data_parallel_size=0 must be at least 1"),
         ({"cp_kv_cache_interleave_size": 3}, "cp_kv_cache_interleave_size=3 does not divide block_size=4"),
         ({"tensor_parallel_size": 3}, "num_attention_heads=8 is not divisible by tensor_parallel_size=3"),
+        ({"prefill_context_parallel_size": 5000}, "5000 ranks x 1 threads are too many for 64 cores"),
+        ({"threads_per_rank": 5000}, "1 ranks x 5000 threads are too many for 64 cores: at most 64 threads"),
+        ({"min_split_tokens": -1}, "min_split_tokens=-1 must be at least 0"),
+        ({"collective_timeout_s": 0.0}, r"collective_timeout_s=0.0 must be more than 0 seconds"),
+        ({"collective_timeout_s": math.nan}, "collective_timeout_s=nan must be more"),
+        ({"trace": "."}, r"trace='\.' is a folder"),
+        (
+            {"trace": "/nowhere/t.json"},
+            "cannot be written: there is no folder /nowhere",
+        ),
         ({"kv_cache_dtype": "int8"}, "kv_cache_dtype='int8' is not one of auto, .*fp8_e4m3"),
         (
             {"context_attention": "best"},

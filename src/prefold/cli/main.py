@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (ValueError, OSError) as error:
-        return _report(f"error: {error}", 2, debug)
+        return _report(f"error: {_words(error)}", 2, debug)
     except RuntimeError as error:
         from prefold.engine.executor import EngineDeadError
 
@@ -114,6 +114,13 @@ def _log_to_stderr(level: int) -> None:
     logger.setLevel(level)
     if not logger.handlers:
         logger.addHandler(_StderrHandler())
+
+
+def _words(error: ValueError | OSError) -> str:
+    """Without the number that the system gives an error, and with its file first."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
 
 
 def _report(message: str, code: int, debug: bool) -> int:

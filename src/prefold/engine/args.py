@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import asdict, dataclass
 
 from prefold.checkpoint_files import check_checkpoint_files
@@ -32,6 +33,9 @@ DEFAULT_KV_CACHE_SHARE = 0.4
 DEFAULT_STEP_TOKENS = 8192
 DEFAULT_PIPELINE_STEP_TOKENS = 2048
 """Smaller in a pipeline: its stages work on different chunks of a prompt at the same time."""
+
+MOST_THREADS_PER_CORE = 64
+"""Of all ranks of a machine, so that a slip of the finger does not start a hundred thousand processes."""
 
 CONTEXT_ATTENTION = ("auto", "local", "sliced", "query", "kv")
 """Choices of `context_attention`."""
@@ -136,7 +140,7 @@ class EngineArgs:
         Raises:
             ValueError: naming the option, its value and what is legal.
         """
-        self._check()
+        self.check()
         model = load_model_config(self.model, dtype=self.dtype)
         parallel = ParallelConfig.of(self)
         check_layout(model, parallel, self.block_size)
@@ -170,7 +174,8 @@ class EngineArgs:
         del options["node_rank"], options["local_rank"]
         return ClusterConfig(processes, self.nproc_per_node, self.master_addr, self.master_port, options)
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """ValueError for what is wrong with the options themselves, whatever the model."""
         at_least_one = (
             "nnodes",
             "nproc_per_node",
@@ -193,6 +198,10 @@ class EngineArgs:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
+        if self.min_split_tokens < 0:
+            raise ValueError(f"min_split_tokens={self.min_split_tokens} must be at least 0")
+        if not 0 < self.collective_timeout_s < math.inf:
+            raise ValueError(f"collective_timeout_s={self.collective_timeout_s} must be more than 0 seconds")
         for name, size in (("node_rank", "nnodes"), ("local_rank", "nproc_per_node")):
             if not 0 <= getattr(self, name) < getattr(self, size):
                 raise ValueError(f"{name}={getattr(self, name)} is outside [0, {size}={getattr(self, size)})")
@@ -280,6 +289,11 @@ class EngineArgs:
     ) -> RuntimeConfig:
         cores, local = available_cores(), parallel.world_size // parallel.nnodes
         threads = self.threads_per_rank or max(1, cores // local)
+        if local * threads > MOST_THREADS_PER_CORE * cores:
+            raise ValueError(
+                f"{local} ranks x {threads} threads are too many for {cores} cores: at most "
+                f"{MOST_THREADS_PER_CORE} threads per core"
+            )
         if self.device == "cpu" and local * threads > cores:
             logger.warning(
                 "%d ranks x %d threads on %d cores: ranks will wait for each other", local, threads, cores

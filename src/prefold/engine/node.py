@@ -57,6 +57,7 @@ def run_node(model: str, *, note: Note = logger.info, **options: Any) -> None:
         EngineDeadError: the engine could not be reached, or has failed.
     """
     args = EngineArgs(model, **options)
+    args.check()
     try:
         config = args.resolve()
     except ValueError as error:

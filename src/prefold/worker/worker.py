@@ -61,6 +61,8 @@ def start_worker(config: EngineConfig, rank: int, rendezvous: str | None) -> Wor
         rendezvous: where the ranks meet; see init_distributed.
     """
     parallel, runtime = config.parallel, config.runtime
+    if runtime.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device='cuda': torch {torch.__version__} sees no GPU here")
     mesh = Mesh.of(parallel)
     backend = "nccl" if runtime.device == "cuda" else "gloo"
     timeout_s = runtime.collective_timeout_s
