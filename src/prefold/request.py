@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from numbers import Real
 
 import msgspec
 
@@ -121,12 +123,52 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if isinstance(self.stop, str):
             msgspec.structs.force_setattr(self, "stop", (self.stop,))
         msgspec.structs.force_setattr(self, "stop", tuple(self.stop))
-        msgspec.structs.force_setattr(self, "stop_token_ids", tuple(self.stop_token_ids))
+        _check_types(self)
         _check_sampling(self)
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature < GREEDY_EPSILON
+
+
+_INTEGERS = ("n", "top_k", "min_tokens", "max_tokens", "seed", "logprobs", "prompt_logprobs")
+_OPTIONAL = ("max_tokens", "seed", "logprobs", "prompt_logprobs")
+_NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+
+
+def _check_types(p: SamplingParams) -> None:
+    """Make Python's own numbers of all that are like them (numpy has others); ValueError for what is none.
+
+    Ranks decode what they are sent strictly, so that another type would end the engine.
+    """
+    for name in _INTEGERS:
+        value = getattr(p, name)
+        if type(value) is not int and not (value is None and name in _OPTIONAL):
+            msgspec.structs.force_setattr(p, name, _integer(name, value))
+    for name in _NUMBERS:
+        value = getattr(p, name)
+        if type(value) is not float:
+            msgspec.structs.force_setattr(p, name, _number(name, value))
+    ids = tuple(_integer("stop_token_ids", token_id) for token_id in p.stop_token_ids)
+    msgspec.structs.force_setattr(p, "stop_token_ids", ids)
+    if not all(isinstance(text, str) for text in p.stop):
+        raise ValueError(f"stop={p.stop!r}: a text, or a list of texts")
+    if p.logit_bias is not None:
+        biases = {_integer("logit_bias", i): _number("logit_bias", bias) for i, bias in p.logit_bias.items()}
+        msgspec.structs.force_setattr(p, "logit_bias", biases)
+
+
+def _integer(name: str, value: object) -> int:
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise ValueError(f"{name}: {value!r} is no integer") from None
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, Real):
+        return float(value)
+    raise ValueError(f"{name}: {value!r} is no number")
 
 
 def _check_sampling(p: SamplingParams) -> None:

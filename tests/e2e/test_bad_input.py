@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 
 import prefold.worker.model_runner as model_runner
@@ -226,6 +228,9 @@ def test_lengths(llm: LLM):
         ([[5.0]], ["integers", "float"]),
         ([[5, "a"]], ["integers", "str"]),
         ({"text": "a"}, ["prompt_token_ids", "text"]),
+        (None, ["prompts=None: a text, token ids"]),
+        (b"text", ["prompts=b'text'"]),
+        ([1.5, 2], ["prompt 1.5 is neither"]),
     ],
     ids=str,
 )
@@ -259,6 +264,15 @@ def test_an_empty_text(tiny):
         ({"frequency_penalty": -2.1}, ["frequency_penalty=-2.1"]),
         ({"repetition_penalty": 0.0}, ["repetition_penalty=0.0"]),
         ({"seed": 2**63}, ["seed=9223372036854775808"]),
+        ({"top_k": 1.5}, ["top_k: 1.5 is no integer"]),
+        ({"n": None}, ["n: None is no integer"]),
+        ({"seed": "7"}, ["seed: '7' is no integer"]),
+        ({"temperature": "hot"}, ["temperature: 'hot' is no number"]),
+        ({"temperature": None}, ["temperature: None is no number"]),
+        ({"stop": ["a", 3]}, ["stop="]),
+        ({"stop_token_ids": [5.0]}, ["stop_token_ids: 5.0 is no integer"]),
+        ({"logit_bias": {"a": 1.0}}, ["logit_bias: 'a' is no integer"]),
+        ({"logit_bias": {3: "a"}}, ["logit_bias: 'a' is no number"]),
         ({"stop_token_ids": [5, -1]}, ["stop_token_ids", "-1"]),
         ({"stop": [""]}, ["empty string"]),
         ({"logit_bias": {-1: 1.0}}, [r"logit_bias\[-1\]"]),
@@ -269,6 +283,22 @@ def test_an_empty_text(tiny):
 def test_sampling_parameters(params: dict[str, Any], parts: list[str]):
     with refused(*parts):
         SamplingParams(**params)
+
+
+def test_numbers_of_numpy_reach_the_ranks_as_pythons():
+    given = SamplingParams(
+        top_k=np.int64(3),
+        seed=np.int32(4),
+        temperature=np.float32(0.5),
+        top_p=1,
+        stop_token_ids=np.array([1, 2]),
+        logit_bias={np.int64(3): 1},
+    )
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(given), type=SamplingParams) == given
+    plain = SamplingParams(
+        top_k=3, seed=4, temperature=0.5, top_p=1.0, stop_token_ids=(1, 2), logit_bias={3: 1.0}
+    )
+    assert given == plain
 
 
 def test_parameters_that_do_not_fit_the_model(llm: LLM):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from numbers import Integral
 from types import TracebackType
 from typing import Any
@@ -72,6 +72,8 @@ class LLM:
             ValueError: a prompt cannot be served; nothing was generated then.
             EngineDeadError: a rank has failed.
         """
+        if not isinstance(prompts, Collection) or isinstance(prompts, bytes):
+            raise ValueError(f"prompts={prompts!r}: a text, token ids, a dictionary, or a list of these")
         if isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and isinstance(prompts[0], Integral)):
             prompts = [prompts]  # type: ignore[list-item]
         params = self._params_per_prompt(sampling_params, len(prompts))
@@ -143,6 +145,8 @@ class LLM:
             prompt = prompt["prompt"]
         if isinstance(prompt, str):
             return prompt, self._require_tokenizer("a text prompt").encode(prompt)
+        if not isinstance(prompt, Collection):
+            raise ValueError(f"prompt {prompt!r} is neither a text nor token ids")
         return None, list(prompt)  # type: ignore[arg-type]
 
     def _require_tokenizer(self, what: str) -> Any:
