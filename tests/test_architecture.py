@@ -83,7 +83,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine.executor": {"worker"} | FOUNDATION | RANK_ARITHMETIC,
     # What computes. `layers` and `attention` do not know each other; a model gets attention as `ctx`.
     "workspace": set(),
-    "distributed": {"distributed.mesh", "distributed.slots", "config"},
+    "distributed": {"distributed.mesh", "distributed.slots", "config", "kernels"},
     "attention": {"causal", "config", "kv_spec", "kv_ownership", "limits"}
     | {"workspace", "distributed", "kernels"},
     "layers": {"config", "limits", "traffic", "workspace", "distributed", "kernels"},

@@ -65,8 +65,8 @@ class Waiter:
     """
 
     def __init__(self, timeout_s: float, can_spin: bool, ended: Callable[[Sequence[int]], list[int]]) -> None:
+        self.can_spin = can_spin
         self._timeout_s = timeout_s
-        self._can_spin = can_spin
         self._ended = ended
         self._parent = os.getppid()
 
@@ -84,12 +84,12 @@ class Waiter:
             return
         start = time.monotonic()
         while time.monotonic() - start < SPIN_S:
-            if not self._can_spin:
+            if not self.can_spin:
                 os.sched_yield()
             if ready():
                 return
         next_check = start + CHECK_S
-        pause, longest = FIRST_SLEEP_S, LONGEST_SLEEP_S if self._can_spin else LONGEST_SLEEP_CROWDED_S
+        pause, longest = FIRST_SLEEP_S, LONGEST_SLEEP_S if self.can_spin else LONGEST_SLEEP_CROWDED_S
         while not ready():
             now = time.monotonic()
             if now - start > self._timeout_s:
@@ -191,8 +191,12 @@ class Channel:
         self._waiter = waiter
         self._headers = [box.header for box in boxes]
         self._own = self._headers[rank]
-        self._sequence = 0
         self._released: set[int] = set()
+
+    @property
+    def sequence(self) -> int:
+        """Number of the last message that this rank has published."""
+        return self._own[PUBLISHED]
 
     def put(self, x: torch.Tensor | None) -> int:
         """Copy `x` (any strides) into a slot, unless it is what `claim` returned; publish it, and return the
@@ -210,7 +214,7 @@ class Channel:
 
     def claim(self, num_bytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """[numel] the next message's slot, to be written before `publish`; it holds at least `num_bytes`."""
-        sequence = self._sequence + 1
+        sequence = self.sequence + 1
         last = sequence - NUM_SLOTS
         assert self._own[CONSUMED] >= last, (
             f"message {last} must be released before message {sequence} is put"
@@ -221,7 +225,7 @@ class Channel:
 
     def publish(self, counts: Sequence[int] = ()) -> int:
         """Let the others read the slot (and `counts`, one per rank); return the message's number."""
-        sequence = self._sequence = self._sequence + 1
+        sequence = self.sequence + 1
         place = COUNTS + sequence % NUM_SLOTS * self.size
         for index, count in enumerate(counts, place):
             self._own[index] = count

@@ -11,6 +11,8 @@ from prefold.distributed import shm
 from prefold.distributed.errors import CollectiveError
 from prefold.distributed.shm import Box, Channel, Stream, Waiter
 from prefold.distributed.slots import PIECE_BYTES
+from prefold.kernels import library, shared_sum
+from prefold.kernels.shared_sum import SharedSum, Status
 
 SUM_BLOCK = 16384
 """Elements summed at a time: the partial sums stay in the second-level cache."""
@@ -18,6 +20,9 @@ SUM_BLOCK = 16384
 SLICED_SUM_BYTES = 1 << 16
 """From this size on each of 3 or more ranks sums a slice and the slices are gathered."""
 
+
+NATIVE_SUM_BYTES = 1 << 16
+"""Up to this size an all-reduce takes as long as its Python, and is one native call."""
 
 SMALL_BYTES = 1024
 """Up to this size an all-gather takes as long as its Python: it then does without pieces."""
@@ -114,9 +119,10 @@ class ShmCollectives:
         def box(owner: int, index: int) -> Box:
             return Box(headers[owner][index * words : (index + 1) * words], pids[owner])
 
-        self._channel, self._gathers, self._exchanges = (
-            Channel(rank, [box(owner, index) for owner in range(self._size)], waiter) for index in range(3)
-        )
+        boxes = [[box(owner, index) for owner in range(self._size)] for index in range(3)]
+        self._channel, self._gathers, self._exchanges = (Channel(rank, own, waiter) for own in boxes)
+        self._boxes = boxes[0]
+        self._sum_natively = _shared_sum(rank, self._boxes) if waiter.can_spin else None
         self._outgoing: dict[int, Stream] = {}
         self._incoming: dict[int, Stream] = {}
         # Box i of a rank serves the pair with rank i: what it sends to i, and how far it has read from i.
@@ -138,9 +144,23 @@ class ShmCollectives:
         if self._size > 2 and x.nbytes >= SLICED_SUM_BYTES:
             for piece in self._pieces(x):
                 self._sliced_sum(x[piece])
+        elif self._sum_natively is not None and x.nbytes <= NATIVE_SUM_BYTES and x.dtype in shared_sum.DTYPES:
+            self._small_sum(x, self._sum_natively)
+        else:
+            for piece, parts in self._swaps(x):
+                self._sum_into(x[piece], parts)
+
+    def _small_sum(self, x: torch.Tensor, sum_natively: SharedSum) -> None:
+        """In one call, if the other ranks are in time and their slots are where they were."""
+        status = sum_natively(x)
+        if status == Status.DONE:
             return
-        for piece, parts in self._swaps(x):
-            self._sum_into(x[piece], parts)
+        sequence = self._channel.sequence if status == Status.PUBLISHED else self._channel.put(x)
+        for _, parts in self._received(slice(0, x.numel()), sequence, x):
+            self._sum_into(x, parts)
+        slot = sequence % shm.NUM_SLOTS
+        for rank, box in enumerate(self._boxes):
+            sum_natively.map_slot(rank, slot, box.read(slot, box.header[shm.SLOT_SIZES + slot], torch.uint8))
 
     def all_gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
         if x.nbytes <= SMALL_BYTES:
@@ -266,6 +286,13 @@ class ShmCollectives:
         for part in parts[1:]:
             total.add_(term.copy_(part))
         out.copy_(total)
+
+
+def _shared_sum(rank: int, boxes: Sequence[Box]) -> SharedSum | None:
+    if not library.is_available():
+        return None
+    places = shm.PUBLISHED, shm.CONSUMED, shm.SLOT_SIZES
+    return SharedSum(rank, [box.header for box in boxes], places, shm.NUM_SLOTS, shm.SPIN_S)
 
 
 def _parts(channel: Channel, size: int, sequence: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
