@@ -64,6 +64,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "flops": {"causal", "config"},
     "weight_sizes": {"config", "flops", "checkpoint_files", "gguf_file"}
     | {"quantization.catalog", "quantization.formats", "quantization.scheme"},
+    "memory": {"config", "kv_spec", "limits", "traffic"} | RANK_ARITHMETIC,
     "traffic": {"config", "kv_spec"} | RANK_ARITHMETIC,
     "distributed.mesh": {"config"},
     "distributed.pcp_layout": {"causal"},
@@ -79,7 +80,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server": {"engine"} | FOUNDATION | RANK_ARITHMETIC,
     "benchmark": {"engine", "flops"} | FOUNDATION,
     "benchmark.doctor_side": {"attention", "kernels", "distributed", "workspace"} | RANK_ARITHMETIC,
-    "engine": {"tokenizer", "checkpoint_files", "weight_sizes"} | FOUNDATION | RANK_ARITHMETIC,
+    "engine": {"memory", "tokenizer", "checkpoint_files", "weight_sizes"} | FOUNDATION | RANK_ARITHMETIC,
     "engine.executor": {"worker"} | FOUNDATION | RANK_ARITHMETIC,
     # What computes. `layers` and `attention` do not know each other; a model gets attention as `ctx`.
     "workspace": set(),
@@ -91,7 +92,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "attention.backend": {"config"},  # what a model sees of attention: nothing of PCP
     "models": {"attention.backend", "layers", "config", "hf_config", "workspace", "distributed"},
     "sampling": {"request", "step", "grammar", "tokenizer"},
-    "worker": {"attention", "control", "distributed", "hardware", "kernels", "layers", "limits", "loader"}
+    "worker": {
+        "attention",
+        "control",
+        "distributed",
+        "hardware",
+        "kernels",
+        "layers",
+        "limits",
+        "loader",
+        "memory",
+    }
     | {"models", "sampling", "config", "kv_spec", "kv_ownership", "request", "step", "traffic", "tracing"}
     | {"workspace"}
     | RANK_ARITHMETIC,
@@ -106,7 +117,7 @@ MAY_IMPORT_ANYTHING = {"testing"}
 
 NO_TORCH = (
     {"checkpoint_files", "gguf_file", "quantization.formats", "quantization.scheme", "quantization.catalog"}
-    | {"flops", "traffic", "tokenizer", "gguf_tokenizer", "engine", "server", "cli"}
+    | {"flops", "memory", "traffic", "tokenizer", "gguf_tokenizer", "engine", "server", "cli"}
     | FOUNDATION
     | RANK_ARITHMETIC
 )

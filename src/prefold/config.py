@@ -333,6 +333,7 @@ class RuntimeConfig:
         check_step_plans: ranks compare a hash of each step's plan.
         trace: file for a trace of all steps (tracing); empty: none.
         weight_memory: "expanded", or "quantized": quantised weights stay as they are stored.
+        workspace_bytes: of the fullest rank's workspace, at most (memory); 0: not planned.
     """
 
     device: str = "cpu"
@@ -350,6 +351,7 @@ class RuntimeConfig:
     check_step_plans: bool = True
     trace: str = ""
     weight_memory: str = "expanded"
+    workspace_bytes: int = 0
 
 
 @dataclass(frozen=True)

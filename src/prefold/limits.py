@@ -31,6 +31,12 @@ EXPANDED_TILE = 1 << 20
 """Elements of a tile of a quantised weight: 4 MiB of float32. Smaller ones are nearer in the caches, and
 multiply slower."""
 
+EXPAND_FROM = 16
+"""Rows from which tiles of a quantised weight are expanded for a matrix multiplication.
+
+With fewer, each row of the weight is decoded as it meets them.
+"""
+
 WIDENED_ROWS = 8
 """Up to so many bfloat16 rows are multiplied as float32: native code reads the weight 1.6 times as fast as
 torch's product, which pays back only when arithmetic counts."""

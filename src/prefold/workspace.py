@@ -2,12 +2,15 @@
 
 On CPU a fresh large allocation costs more than the copy into it (page faults), so whatever is as
 large as a batch lives here. A buffer is named after its role ("mlp.gate_up"), not its layer.
+
+A rank's workspace is planned (`memory.buffers`): a buffer is allocated as large as it can become, so that it
+never moves. Pages of memory that no step has needed yet are not there.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -22,14 +25,25 @@ class Workspace:
     With `poison` every buffer is filled with NaN when handed out, so that a read of stale contents
     shows in the result.
 
+    Args:
+        planned: bytes by name. Other buffers, and larger ones, are allocated anew when they have to grow.
+
     Attributes:
         generation: how often a buffer was allocated. Between two allocations none of them moves.
+        used: most elements that were asked for, by name and dtype.
     """
 
-    def __init__(self, device: str | torch.device = "cpu", poison: bool = False) -> None:
+    def __init__(
+        self,
+        device: str | torch.device = "cpu",
+        poison: bool = False,
+        planned: Mapping[str, int] | None = None,
+    ) -> None:
         self._device = torch.device(device)
         self._poison = poison
+        self._planned = planned or {}
         self.generation = 0
+        self.used: dict[tuple[str, torch.dtype], int] = {}
         self._flat: dict[tuple[str, torch.dtype], torch.Tensor] = {}
         self._last: dict[tuple[str, torch.dtype], torch.Tensor] = {}  # views that were handed out
 
@@ -47,9 +61,12 @@ class Workspace:
 
     def _view(self, key: tuple[str, torch.dtype], shape: Sequence[int]) -> torch.Tensor:
         numel = math.prod(shape)
+        self.used[key] = max(numel, self.used.get(key, 0))
         flat = self._flat.get(key)
         if flat is None or flat.numel() < numel:
-            flat = torch.empty(numel, dtype=key[1], device=self._device)
+            name, dtype = key
+            most = max(numel, self._planned.get(name, 0) // dtype.itemsize)
+            flat = torch.empty(most, dtype=dtype, device=self._device)
             self._flat[key] = flat
             self.generation += 1
         return flat[:numel].view(*shape)
@@ -68,4 +85,5 @@ class Workspace:
 
     @property
     def num_bytes(self) -> int:
-        return sum(flat.numel() * flat.element_size() for flat in self._flat.values())
+        """Used so far."""
+        return sum(numel * dtype.itemsize for (_, dtype), numel in self.used.items())

@@ -12,8 +12,15 @@ import pytest
 
 from prefold.config import EngineConfig
 from prefold.engine import args as args_module
-from prefold.engine.args import EngineArgs
+from prefold.engine.args import DEFAULT_KV_CACHE_SHARE, EngineArgs
 from prefold.engine.engine import LLMEngine
+from prefold.engine.weight_memory import held_weight_bytes
+from prefold.memory import plan_memory
+from prefold.memory.buffers import buffer_bytes
+from prefold.memory.messages import slots_bytes
+from prefold.memory.step import LargestStep
+
+GB = 10**9
 
 BYTES_PER_TOKEN = (16 + 4) * 4
 """And layer."""
@@ -239,3 +246,43 @@ class NoExecutor:
     def check_health(self) -> None: ...
 
     def shutdown(self) -> None: ...
+
+
+def with_memory(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    monkeypatch.setattr(args_module, "available_memory", lambda: free)
+
+
+def test_the_default_cache_is_a_share_of_what_is_left(base: EngineArgs, monkeypatch: pytest.MonkeyPatch):
+    with_memory(monkeypatch, 2 * GB)
+    for layout in ({}, {"prefill_context_parallel_size": 2}, {"pipeline_parallel_size": 3}):
+        config = replace(base, num_blocks=None, max_num_seqs=1000, **layout).resolve()
+        weights = held_weight_bytes(config.model, config.parallel, {}, "expanded")
+        plan = plan_memory(config, weights, 2 * GB)
+        rest = plan.free - plan.num_ranks * (plan.rank.total - plan.rank.kv_cache)
+        share = plan.num_ranks * plan.rank.kv_cache / rest
+        assert 0.95 * DEFAULT_KV_CACHE_SHARE < share <= 1.02 * DEFAULT_KV_CACHE_SHARE
+
+
+def test_what_does_not_fit_is_refused_with_the_numbers(base: EngineArgs, monkeypatch: pytest.MonkeyPatch):
+    with_memory(monkeypatch, GB)
+    with pytest.raises(ValueError, match=r"KV 1\.23 GB, .* of 1\.00 GB free\. Lower kv_cache_memory_bytes"):
+        replace(base, num_blocks=None, kv_cache_memory_bytes=2 * GB).resolve()
+    with pytest.raises(ValueError, match=r"1 rank: .* of 1\.00 GB free\. Lower max_num_batched_tokens"):
+        replace(base, num_blocks=1000, max_num_batched_tokens=10**6).resolve()
+    with pytest.raises(ValueError, match=r"16 ranks: 2\.\d\d of 1\.00 GB free\. Weights and processes"):
+        replace(base, data_parallel_size=16, num_blocks=100, max_num_batched_tokens=64).resolve()
+
+
+def test_the_workspace_grows_with_steps_and_not_with_the_cache(base: EngineArgs):
+    def sizes(**options: int) -> tuple[int, int]:
+        config = replace(base, max_model_len=300, prefill_context_parallel_size=2, **options).resolve()
+        step = LargestStep.of(config, 0, native=True)
+        buffers = buffer_bytes(step)
+        assert config.runtime.workspace_bytes == sum(buffers.values())
+        return sum(buffers.values()), sum(slots_bytes(step, buffers).values())
+
+    one = sizes(num_blocks=100, max_num_batched_tokens=1000)
+    assert sizes(num_blocks=1000, max_num_batched_tokens=1000) == one
+    more = sizes(num_blocks=100, max_num_batched_tokens=2000)
+    assert 1.3 < more[0] / one[0] < 2
+    assert 1.3 < more[1] / one[1] < 2.3

@@ -14,8 +14,8 @@ from prefold.hf_config import load_model_config
 from prefold.kernels import library, quantized_reference
 from prefold.kernels.quantized import KINDS, QuantizedMatrix
 from prefold.layers.bands import Bands, weight_bytes
-from prefold.layers.linear import EXPAND_FROM, Env, multiply
-from prefold.limits import EXPANDED_TILE
+from prefold.layers.linear import Env, multiply
+from prefold.limits import EXPAND_FROM, EXPANDED_TILE
 from prefold.loader import load_weights
 from prefold.models.registry import build_model
 from prefold.quantization.formats import compressed_nvfp4, fp8_blocks, modelopt_nvfp4

@@ -63,8 +63,11 @@ def within_buffers(works: Sequence[RequestWork], num_prefill_tokens: int) -> tup
     room, chosen = ABSORBED_TOKENS, []
     for work in works:
         if work.absorbed and work.tokens.start < num_prefill_tokens:
-            room -= work.tokens.stop - work.tokens.start
-            work = work if room >= 0 else replace(work, absorbed=False)
+            num_queries = work.tokens.stop - work.tokens.start
+            if num_queries <= room:
+                room -= num_queries
+            else:
+                work = replace(work, absorbed=False)
         chosen.append(work)
     return tuple(chosen)
 

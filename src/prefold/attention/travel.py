@@ -27,6 +27,7 @@ from prefold.attention.queries import LayerQueries
 from prefold.attention.walk import CacheReader, Segment, Walk, Walker
 from prefold.config import GQAConfig, MLAConfig
 from prefold.distributed.group import Exchange, Gather, Group
+from prefold.limits import ABSORBED_TOKENS
 from prefold.workspace import Workspace
 
 
@@ -112,8 +113,14 @@ class Trip:
 
     def _attend_plain(self, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
         tools, visits = self._tools, self._piece.visits
-        sizes = [(v.queries.stop - v.queries.start, v.end - v.start) for v in visits]
-        requests = [(v.queries, prefer_absorbed(tools.attention, *size)) for v, size in zip(visits, sizes)]
+        requests, room = [], ABSORBED_TOKENS
+        for visit in visits:
+            num_queries = visit.queries.stop - visit.queries.start
+            absorbed = num_queries <= room and prefer_absorbed(
+                tools.attention, num_queries, visit.end - visit.start
+            )
+            room -= absorbed * num_queries
+            requests.append((visit.queries, absorbed))
         queries = LayerQueries(
             q, requests, tools.forms, tools.scale, tools.backend, tools.workspace, "travel"
         )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 
-from prefold.checkpoint_files import check_checkpoint_files
+from prefold.checkpoint_files import TensorEntry, check_checkpoint_files
 from prefold.config import (
     DTYPES,
     CacheConfig,
@@ -18,10 +19,11 @@ from prefold.config import (
     SchedulerConfig,
 )
 from prefold.distributed.layouts import check_context_attention, check_layout, fullest_kv_spec
-from prefold.engine.weight_memory import WEIGHT_MEMORY, resolve_weight_memory
+from prefold.engine.weight_memory import WEIGHT_MEMORY, held_weight_bytes, resolve_weight_memory
 from prefold.hardware import available_cores, available_memory, fast_bfloat16
 from prefold.hf_config import load_model_config
 from prefold.kv_spec import CACHE_DTYPES, resolve_cache_dtype
+from prefold.memory import MemoryPlan, plan_memory
 from prefold.tracing import checked_trace_path
 
 logger = logging.getLogger("prefold")
@@ -29,7 +31,7 @@ logger = logging.getLogger("prefold")
 DEFAULT_KV_CACHE_BYTES = 4 << 30
 """Most that a rank's KV cache takes unless told otherwise."""
 DEFAULT_KV_CACHE_SHARE = 0.4
-"""And at most this share of the free memory, over all ranks."""
+"""And at most this share of what all ranks leave free otherwise."""
 DEFAULT_STEP_TOKENS = 8192
 DEFAULT_PIPELINE_STEP_TOKENS = 2048
 """Smaller in a pipeline: its stages work on different chunks of a prompt at the same time."""
@@ -98,8 +100,8 @@ class EngineArgs:
     num_blocks: int | None = None
     """Blocks of the KV cache on each rank. Default: from kv_cache_memory_bytes."""
     kv_cache_memory_bytes: int | None = None
-    """Memory of the KV cache on each rank. Default: up to 4 GiB and 40 % of the free memory over
-    all ranks, and no more than the requests can use."""
+    """Memory of the KV cache on each rank. Default: up to 4 GiB and, over all ranks, 40 % of the memory that
+    weights, workspace and shared memory leave free, and no more than the requests can use."""
     enable_prefix_caching: bool = True
     """Reuse the KV of prompts that begin alike."""
     seed: int = 0
@@ -148,17 +150,30 @@ class EngineArgs:
         entries = check_checkpoint_files(model.path)
         asked = self.weight_memory if self.device == "cpu" else "expanded"
         weight_memory = resolve_weight_memory(asked, model, parallel, entries)
-        cache = self._cache_config(model, parallel)
-        max_model_len = self._max_model_len(model, parallel, cache)
-        return EngineConfig(
+        longest = self.max_model_len or model.max_position_embeddings
+        cache_dtype = resolve_cache_dtype(self.kv_cache_dtype, model.dtype)
+        draft = EngineConfig(
             model=model,
             parallel=parallel,
-            cache=cache,
-            scheduler=SchedulerConfig(self.max_num_seqs, self._step_tokens(), max_model_len),
+            cache=CacheConfig(self.block_size, 1, self.enable_prefix_caching, cache_dtype),
+            scheduler=SchedulerConfig(self.max_num_seqs, self._step_tokens(), longest),
             runtime=self._runtime_config(model, parallel, weight_memory),
             seed=self.seed,
             cluster=self._cluster_config(),
         )
+        plan = self._plan(draft, entries)
+        cache = self._cache_config(draft, plan)
+        scheduler = replace(draft.scheduler, max_model_len=self._max_model_len(model, parallel, cache))
+        config = replace(draft, cache=cache, scheduler=scheduler)
+        plan = self._plan(config, entries)
+        if self.device == "cpu":
+            plan.check()
+            logger.info("%s", plan.describe())
+        return replace(config, runtime=replace(config.runtime, workspace_bytes=plan.rank.workspace))
+
+    def _plan(self, config: EngineConfig, entries: Mapping[str, TensorEntry]) -> MemoryPlan:
+        weights = held_weight_bytes(config.model, config.parallel, entries, config.runtime.weight_memory)
+        return plan_memory(config, weights, available_memory())
 
     @property
     def process_index(self) -> int:
@@ -234,27 +249,29 @@ class EngineArgs:
             return self.max_num_batched_tokens
         return DEFAULT_STEP_TOKENS if self.pipeline_parallel_size == 1 else DEFAULT_PIPELINE_STEP_TOKENS
 
-    def _cache_config(self, model: ModelConfig, parallel: ParallelConfig) -> CacheConfig:
+    def _cache_config(self, draft: EngineConfig, plan: MemoryPlan) -> CacheConfig:
         """Blocks of one rank: as told, or as many as memory allows and requests can use."""
-        spec = fullest_kv_spec(model, parallel, self.block_size, self.kv_cache_dtype)
+        spec = fullest_kv_spec(draft.model, draft.parallel, self.block_size, self.kv_cache_dtype)
         num_blocks = self.num_blocks
         if num_blocks is None:
-            longest = self.max_model_len or model.max_position_embeddings
-            virtual_block = self.block_size * parallel.decode_context_parallel_size
-            useful = self.max_num_seqs * -(-longest // virtual_block)
+            useful = self.max_num_seqs * -(-draft.scheduler.max_model_len // draft.virtual_block_size)
             num_bytes = self.kv_cache_memory_bytes
             if num_bytes is None:
-                local_ranks = parallel.world_size // parallel.nnodes
-                share = int(available_memory() * DEFAULT_KV_CACHE_SHARE) // local_ranks
-                num_bytes = min(DEFAULT_KV_CACHE_BYTES, share)
+                num_bytes = self._default_cache_bytes(plan)
             num_blocks = min(spec.num_blocks_in(num_bytes), useful)
             if num_blocks == 0:
                 raise ValueError(
                     f"kv_cache_memory_bytes={num_bytes} holds no block: one of {self.block_size} tokens "
                     f"takes {spec.bytes_per_block} bytes in the {spec.num_layers} layers of a rank"
                 )
-        cache_dtype = resolve_cache_dtype(self.kv_cache_dtype, model.dtype)
-        return CacheConfig(self.block_size, num_blocks, self.enable_prefix_caching, cache_dtype)
+        return replace(draft.cache, num_blocks=num_blocks)
+
+    def _default_cache_bytes(self, plan: MemoryPlan) -> int:
+        left = plan.free
+        if self.device == "cpu":
+            plan.check()
+            left = plan.left
+        return min(DEFAULT_KV_CACHE_BYTES, int(left * DEFAULT_KV_CACHE_SHARE) // plan.num_ranks)
 
     def _max_model_len(self, model: ModelConfig, parallel: ParallelConfig, cache: CacheConfig) -> int:
         """The limit given, or the largest one that model and cache allow."""

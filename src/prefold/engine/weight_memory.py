@@ -63,6 +63,14 @@ def resolve_weight_memory(
     return chosen
 
 
+def held_weight_bytes(
+    model: ModelConfig, parallel: ParallelConfig, entries: Mapping[str, TensorEntry], weight_memory: str
+) -> int:
+    """Of the fullest rank, with what `resolve_weight_memory` has said."""
+    layer_bytes = WeightSizes(model, entries).layer if weight_memory == "quantized" else None
+    return describe_layout(model, parallel, layer_bytes=layer_bytes).weight_bytes
+
+
 def with_weight_memory(
     layouts: Iterable[Layout],
     asked: str,

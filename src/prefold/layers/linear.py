@@ -22,7 +22,7 @@ from prefold.kernels.recording import again
 from prefold.layers.bands import Band, Bands
 from prefold.layers.layer import Layer
 from prefold.layers.weight import Weight, parameter, shard, whole
-from prefold.limits import EXPANDED_TILE, MLP_TILE, WIDENED_ROWS
+from prefold.limits import EXPAND_FROM, EXPANDED_TILE, MLP_TILE, WIDENED_ROWS
 
 if TYPE_CHECKING:
     from prefold.distributed.group import Group
@@ -38,12 +38,6 @@ Measured on a CPU: bfloat16 wins below about 40 rows, converting wins above.
 
 CONVERT_ONCE_FROM = 256
 """The same where native code converts a weight block by block, in the cache: level at 256 rows."""
-
-EXPAND_FROM = 16
-"""Rows from which tiles of a quantised weight are expanded for a matrix multiplication.
-
-With fewer, each row of the weight is decoded as it meets them.
-"""
 
 DELTA = "layer.delta"
 """Role of what attention and MLP add to the residual stream: each is added before the other is computed."""

@@ -19,6 +19,7 @@ from prefold.kv_ownership import KVOwnership
 from prefold.layers.bands import weight_bytes
 from prefold.layers.expert_parallel import ExpertParallel, ExpertPlan, dispatch_capacity
 from prefold.loader import load_weights
+from prefold.memory import plan_workspace
 from prefold.models.registry import build_model
 from prefold.sampling.grammar import Grammars
 from prefold.step import ModelRunnerOutput, SchedulerOutput
@@ -48,7 +49,8 @@ class ModelRunner:
         device, compute_dtype = torch.device(runtime.device), getattr(torch, runtime.compute_dtype)
         self._config = config
         self._groups = groups
-        self.workspace = Workspace(device, poison=runtime.debug_poison)
+        planned = plan_workspace(config, groups["pp"].rank) if device.type == "cpu" else {}
+        self.workspace = Workspace(device, runtime.debug_poison, planned)
         self.states = RequestStates(
             config.scheduler.max_num_seqs, config.scheduler.max_model_len, config.virtual_block_size
         )
