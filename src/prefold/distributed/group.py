@@ -32,6 +32,7 @@ from prefold.distributed.shm_collectives import ShmCollectives
 from prefold.distributed.shm_host import Host, meet
 from prefold.distributed.slots import PIECE_BYTES
 from prefold.distributed.torch_collectives import Store, TorchCollectives
+from prefold.kernels.recording import again
 
 __all__ = [
     "GROUP_NAMES",
@@ -180,13 +181,19 @@ class Group:
         return self.transport == "shm"
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum `x` over the ranks, in place, and return it. Adds in float32; all ranks get equal bits."""
+        """Sum `x` over the ranks, in place, and return it. Adds in float32; all ranks get equal bits.
+
+        Where recorded layers are replayed it is called again, between their kernels.
+        """
         if self._collectives is not None and x.numel():
-            flat = x.contiguous().view(-1)
-            self._call("all_reduce", x, x.nbytes, lambda c: c.all_reduce(flat))
-            if not x.is_contiguous():
-                x.copy_(flat.view(x.shape))
+            again(self._all_reduce, x)
         return x
+
+    def _all_reduce(self, x: torch.Tensor) -> None:
+        flat = x.contiguous().view(-1)
+        self._call("all_reduce", x, x.nbytes, lambda c: c.all_reduce(flat))
+        if not x.is_contiguous():
+            x.copy_(flat.view(x.shape))
 
     def all_gather(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """[...] -> [size, ...], into `out` (contiguous) if given. Size 1 without `out`: a view of `x`."""

@@ -248,7 +248,7 @@ class RowParallelLinear(Layer):
 
     def finish(self, out: torch.Tensor) -> torch.Tensor:
         """Sum the ranks' summands and add the bias once, in place."""
-        return fused.scale_add_(again(self.env.tp.all_reduce, out), bias=self.bias)
+        return fused.scale_add_(self.env.tp.all_reduce(out), bias=self.bias)
 
     def weights(self, prefix: str) -> Iterator[Weight]:
         yield shard(f"{prefix}.weight", self.weight, 1, self.env.tp.rank, self.env.tp.size, self.bands)

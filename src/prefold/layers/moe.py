@@ -116,7 +116,7 @@ class MoE(Layer):
         add_routed(out)
         if self.shared is not None:
             return self.shared.down.finish(out)
-        return again(self.env.tp.all_reduce, out)
+        return self.env.tp.all_reduce(out)
 
     def weights(self, prefix: str, names: Container[str]) -> Iterator[Weight]:
         """`names`: the checkpoint's tensors. They tell whether its experts are stacked or apart."""

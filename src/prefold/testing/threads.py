@@ -19,6 +19,7 @@ import torch
 
 from prefold.distributed.errors import CollectiveError, CollectiveTimeout, describe_call
 from prefold.distributed.mesh import AXES, CARVED, Mesh
+from prefold.kernels.recording import again
 
 T = TypeVar("T")
 
@@ -159,10 +160,12 @@ class ThreadGroup:
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over ranks, in place, added in the order of the ranks on each of them."""
-        if self.size == 1 or x.numel() == 0:
-            return x
-        parts = self._exchange(_signature("all_reduce", x), x)
-        return x.copy_(_sum(parts))
+        if self.size > 1 and x.numel():
+            again(self._all_reduce, x)
+        return x
+
+    def _all_reduce(self, x: torch.Tensor) -> None:
+        x.copy_(_sum(self._exchange(_signature("all_reduce", x), x)))
 
     def all_gather(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """x of every rank: [size, *x.shape]."""
