@@ -340,6 +340,7 @@ IMMUTABLE_CALLS = {
     "TypeVar",
     "logging.getLogger",
     "ContextVar",  # of a thread, or of a task
+    "SamplingParams",  # frozen
     "min",
     "max",
     "int",
