@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import prefold.__main__
 from prefold.cli import progress as progress_module
 from prefold.cli.bench import LatencyArgs, describe, parse_layout
 from prefold.cli.bench_table import print_report
@@ -232,6 +233,15 @@ def test_exit_codes(
     monkeypatch.setattr("prefold.cli.demo.run", lambda args: _raise(error))
     assert main(["demo"]) == code
     assert capsys.readouterr().err == message
+
+
+@pytest.mark.parametrize("where", ["prefold.cli.main.parse", "prefold.cli.main.main"])
+def test_ctrl_c_while_arguments_are_read_and_before(
+    where: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(where, lambda *_: _raise(KeyboardInterrupt()))
+    assert prefold.__main__.run() == 130
+    assert capsys.readouterr().err == "interrupted\n"
 
 
 def test_an_engine_that_dies_is_exit_code_1(

@@ -102,7 +102,8 @@ def test_what_runs_and_how_much_fits():
     answer = explain(config(decode_context_parallel_size=2, prefill_context_parallel_size=2), shot)
     cache = sentences(answer, "kv_cache")
     assert "A block holds 16 tokens on each of 2 DCP ranks: 32 tokens." in cache
-    assert "100 blocks = 3,200 tokens. 25 are held by requests (25.0%), 75 are free; 30 have content" in cache
+    assert "100 blocks = 3,200 tokens. 25 are held by requests (25.0%), 75 are free; a later" in cache
+    assert "could reuse the content of 30." in cache
     assert "1,000 tokens (max_model_len), which takes 32 blocks: 3 such requests" in cache
     assert "250 of 1,000 prompt tokens were found (25.0%)" in cache
     running = sentences(answer, "running")

@@ -82,10 +82,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
     arguments = [argument for argument in arguments if argument != "--debug"]
-    args = parse(arguments)
     _log_to_stderr(logging.DEBUG if debug else logging.WARNING)
     try:
-        return run(args)
+        return run(parse(arguments))
     except KeyboardInterrupt:
         return _report("interrupted", 130, debug)
     except BrokenPipeError:

@@ -170,8 +170,8 @@ def _kv_cache(config: EngineConfig, snapshot: EngineSnapshot) -> Section:
     sentences = [
         f"A block holds {cache.block_size} tokens{shared}. Prompts that begin alike share whole blocks.",
         f"There are {total:,} blocks = {total * block:,} tokens{of_all}. {used:,} are held by requests "
-        f"({used / total:.1%}), {total - used:,} are free; {snapshot.blocks_cached:,} have content that a "
-        f"later prompt could reuse.",
+        f"({used / total:.1%}), {total - used:,} are free; a later prompt could reuse the content of "
+        f"{snapshot.blocks_cached:,}.",
         f"A request may have {limit:,} tokens (max_model_len), which takes {longest:,} blocks: "
         f"{_count(cache.num_blocks // longest, 'such request')} would fit at once"
         f"{' in each replica' if replicas > 1 else ''}.",
