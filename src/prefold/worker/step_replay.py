@@ -19,7 +19,7 @@ from prefold.workspace import Workspace
 MOST_TOKENS = 32
 """Of a step that is recorded: with more, Python takes a small part of it."""
 
-MOST_RECORDINGS = 128
+MOST_RECORDINGS = 256
 """Kept at a time; each takes about 2 KB per layer."""
 
 MOST_ATTEMPTS = 4
@@ -60,10 +60,10 @@ class StepReplay:
         """layers(), or what it would do. `residual` [num_tokens, hidden]: the stream that it works on."""
         if len(residual) > MOST_TOKENS:
             return layers()
-        if self._generation != self._workspace.generation or len(self._known) >= MOST_RECORDINGS:
+        if self._generation != self._workspace.generation:
             self._known.clear()
             self._generation = self._workspace.generation
-        known = self._known.setdefault((len(residual), residual.data_ptr(), self._kind), _Known())
+        known = self._find((len(residual), residual.data_ptr(), self._kind))
         if known.is_confirmed:
             assert known.recording is not None
             self.num_replayed += 1
@@ -72,6 +72,14 @@ class StepReplay:
         if known.attempts >= MOST_ATTEMPTS:
             return layers()
         return self._record(known, layers, len(residual))
+
+    def _find(self, kind: Hashable) -> _Known:
+        """What is known of a kind; of too many the one that was not needed for longest is forgotten."""
+        known = self._known.pop(kind, None) or _Known()
+        if len(self._known) >= MOST_RECORDINGS:
+            del self._known[next(iter(self._known))]
+        self._known[kind] = known
+        return known
 
     def _record(self, known: _Known, layers: Callable[[], torch.Tensor], num_tokens: int) -> torch.Tensor:
         known.attempts += 1
