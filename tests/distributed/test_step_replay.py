@@ -16,6 +16,7 @@ from prefold import SamplingParams
 from prefold.kernels.recording import Recording, again
 from prefold.testing.checkpoints import make_checkpoint
 from prefold.testing.exactness import generate_over_time, layout_options
+from prefold.testing.quantized import quantize_checkpoint
 from prefold.testing.thread_executor import ThreadLLM
 from prefold.worker import step_replay
 from prefold.worker.step_replay import StepReplay
@@ -51,6 +52,7 @@ CASES = [
     ("gqa", "PCP1", {"compute_dtype": "bfloat16"}),
     *(("moe", layout, {}) for layout in ("TP2", "PCP2 EP")),
     ("scaled", "PCP2", {}),
+    ("fp8", "TP2", {"weight_memory": "quantized"}),
 ]
 Sample = tuple[list[int], list[dict[int, float]]]
 
@@ -58,10 +60,11 @@ Sample = tuple[list[int], list[dict[int, float]]]
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("replay")
-    return {
+    made = {
         name: make_checkpoint(architecture, root / name, vocab_size=300, num_hidden_layers=2, **overrides)
         for name, (architecture, overrides) in MODELS.items()
     }
+    return made | {"fp8": quantize_checkpoint(made["mla"], root / "fp8", "fp8", (20, 24))}
 
 
 def generate(folder: Path, options: dict[str, Any]) -> list[Sample]:
