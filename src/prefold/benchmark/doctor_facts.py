@@ -132,12 +132,6 @@ def advise(facts: Facts) -> list[Advice]:
                 "(--weight-memory) and --kv-cache-dtype fp8 take less",
             )
         )
-    if facts.huge_pages == "never":
-        found.append(
-            Advice(
-                "huge pages", "transparent huge pages are off: `madvise` or `always` saves look-ups of pages"
-            )
-        )
     if facts.torch_has_cuda and not facts.sees_gpu:
         found.append(
             Advice("CUDA", "torch was built with CUDA but sees no GPU: its build for CPUs is 4 GB smaller")
