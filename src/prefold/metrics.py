@@ -81,6 +81,7 @@ class StepRecord(msgspec.Struct, array_like=True):
             rank waited in it.
         layer_s: per layer of the last pipeline stage.
         ways: requests with cached context by the way in which it was attended.
+        workspace_bytes: that its steps have needed so far.
     """
 
     step_id: int
@@ -99,6 +100,7 @@ class StepRecord(msgspec.Struct, array_like=True):
     collective_s: dict[str, float] = {}
     layer_s: list[float] = []
     ways: dict[str, int] = {}
+    workspace_bytes: int = 0
 
 
 class RequestState(msgspec.Struct, array_like=True):
@@ -204,6 +206,8 @@ class EngineSnapshot(msgspec.Struct, array_like=True):
         requests: running ones first, then waiting ones in order, at most MAX_REQUESTS in all.
         steps: those done since the last snapshot, the latest MAX_STEPS of them.
         in_flight: those being computed: what ranks report is empty, and `duration_s` is the time until now.
+        workspace_bytes, workspace_planned: that steps have needed on the fullest rank that samples, and what
+            the plan allows a rank.
     """
 
     time_s: float = 0.0
@@ -217,6 +221,8 @@ class EngineSnapshot(msgspec.Struct, array_like=True):
     requests: list[RequestState] = []
     steps: list[StepRecord] = []
     in_flight: list[StepRecord] = []
+    workspace_bytes: int = 0
+    workspace_planned: int = 0
 
 
 def imbalance(counts: list[int]) -> float:

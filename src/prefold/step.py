@@ -84,6 +84,8 @@ class StepStats(msgspec.Struct, array_like=True):
     """Seconds per layer of this rank's stage, in their order; their sum is less than `forward_s`."""
     ways: dict[str, int] = {}
     """Requests with cached context by how it was attended (`attention.context_ways`), all ranks' requests."""
+    workspace_bytes: int = 0
+    """That the steps of this rank have needed so far."""
 
 
 class ModelRunnerOutput(msgspec.Struct, array_like=True):

@@ -31,6 +31,7 @@ class Workspace:
     Attributes:
         generation: how often a buffer was allocated. Between two allocations none of them moves.
         used: most elements that were asked for, by name and dtype.
+        num_bytes: of all that is `used`.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Workspace:
         self._planned = planned or {}
         self.generation = 0
         self.used: dict[tuple[str, torch.dtype], int] = {}
+        self.num_bytes = 0
         self._flat: dict[tuple[str, torch.dtype], torch.Tensor] = {}
         self._last: dict[tuple[str, torch.dtype], torch.Tensor] = {}  # views that were handed out
 
@@ -61,7 +63,9 @@ class Workspace:
 
     def _view(self, key: tuple[str, torch.dtype], shape: Sequence[int]) -> torch.Tensor:
         numel = math.prod(shape)
-        self.used[key] = max(numel, self.used.get(key, 0))
+        if numel > (before := self.used.get(key, 0)):
+            self.used[key] = numel
+            self.num_bytes += (numel - before) * key[1].itemsize
         flat = self._flat.get(key)
         if flat is None or flat.numel() < numel:
             name, dtype = key
@@ -82,8 +86,3 @@ class Workspace:
     def keep(self, name: str, x: torch.Tensor) -> torch.Tensor:
         """A copy of x in the buffer `name`."""
         return self.get(name, x.shape, x.dtype).copy_(x)
-
-    @property
-    def num_bytes(self) -> int:
-        """Used so far."""
-        return sum(numel * dtype.itemsize for (_, dtype), numel in self.used.items())

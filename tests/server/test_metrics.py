@@ -141,11 +141,14 @@ async def test_requests_are_counted_when_they_end():
 async def test_what_the_snapshot_says():
     server = Server()
     server.engine.snapshot = snapshot(steps=3, num_running=5, num_waiting=2, blocks_total=80, blocks_used=20)
+    server.engine.snapshot.workspace_bytes, server.engine.snapshot.workspace_planned = 7, 9
     samples = await server.samples()
     assert samples["prefold_engine_up"] == 1
     assert samples["prefold_num_requests_running"] == 5
     assert samples["prefold_num_requests_waiting"] == 2
     assert samples["prefold_kv_cache_usage_ratio"] == 0.25
+    assert samples["prefold_workspace_bytes"] == 7
+    assert samples["prefold_workspace_planned_bytes"] == 9
     assert samples["prefold_prompt_tokens_total"] == 21
     assert samples["prefold_steps_total"] == 6
     assert samples["prefold_pcp_rank_tokens_total{rank=1,replica=1}"] == 12

@@ -68,6 +68,7 @@ class EngineObserver:
         self._min_split_tokens = config.runtime.min_split_tokens
         self._to_unix = time.time() - time.monotonic()
         self._started_s = time.time()
+        self._workspace_bytes, self._workspace_planned = 0, config.runtime.workspace_bytes
         self._in_flight: dict[tuple[int, int], _StepInFlight] = {}
         replicas = range(parallel.data_parallel_size)
         self._prefills: list[dict[str, tuple[int, int]]] = [{} for _ in replicas]
@@ -162,6 +163,7 @@ class EngineObserver:
             return
         stats = output.stats
         self.totals.add_step(stats, replica)
+        self._workspace_bytes = max(self._workspace_bytes, stats.workspace_bytes)
         self.totals.num_prefill_tokens += pending.num_prefill_tokens
         self.totals.num_decode_tokens += pending.num_decode_tokens
         self.totals.num_generation_tokens += sum(map(len, output.sampled_token_ids.values()))
@@ -217,6 +219,8 @@ class EngineObserver:
             requests=_request_states(schedulers, now),
             steps=steps,
             in_flight=[self._record(*key, pending, now) for key, pending in self._in_flight.items()],
+            workspace_bytes=self._workspace_bytes,
+            workspace_planned=self._workspace_planned,
         )
 
 

@@ -192,6 +192,8 @@ class EngineCollector(Collector):
             ("num_requests_running", "Samples that have blocks and are computed.", snapshot.num_running),
             ("num_requests_waiting", "Samples that wait, preempted ones included.", snapshot.num_waiting),
             ("kv_cache_usage_ratio", "Share of the KV cache's blocks that requests hold.", usage),
+            ("workspace_bytes", "Workspace that steps have needed on a rank.", snapshot.workspace_bytes),
+            ("workspace_planned_bytes", "What a rank's may need at most.", snapshot.workspace_planned),
         ):
             yield self._gauge(name, text, value)
         for name, text, value in (

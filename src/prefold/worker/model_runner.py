@@ -170,7 +170,7 @@ class ModelRunner:
             sampled_token_ids=sampled.sampled_token_ids,
             logprobs=sampled.logprobs,
             prompt_logprobs=sampled.prompt_logprobs,
-            stats=self._clock.stats(parts),
+            stats=self._clock.stats(parts, self.workspace.num_bytes),
             errors=sampled.errors,
         )
 

@@ -79,7 +79,7 @@ class StepClock:
         name = " + ".join(["attention", *sorted(self._ways)])
         self._attention.append(Span(name, started, time.perf_counter()))
 
-    def stats(self, parts: Partition) -> StepStats:
+    def stats(self, parts: Partition, workspace_bytes: int) -> StepStats:
         """Of the step until now."""
         traffic_before, seconds_before = self._before
         counted = {}
@@ -97,6 +97,7 @@ class StepClock:
             collective_s={key: value for key, value in seconds.items() if value > 0},
             layer_s=[end - start for start, end in self._layer_bounds()],
             ways=dict(self._ways),
+            workspace_bytes=workspace_bytes,
         )
 
     def _layer_bounds(self) -> Iterator[tuple[float, float]]:
