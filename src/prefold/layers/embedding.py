@@ -52,5 +52,7 @@ class VocabParallel(Layer):
         for rows, part in zip(hidden.chunk(pieces), local.chunk(pieces), strict=True):
             multiply(rows, [self.weight], part, self.env)
         parts = self.env.tp.all_gather(local)  # [TP, n, rows]
-        logits = parts.transpose(0, 1).flatten(1)
-        return logits[:, : self.vocab_size].float()
+        logits = parts.transpose(0, 1).flatten(1)[:, : self.vocab_size]
+        if logits.dtype == torch.float32:
+            return logits
+        return self.env.workspace.get("logits.float32", logits.shape, torch.float32).copy_(logits)

@@ -394,6 +394,8 @@ def _sampling(step: LargestStep) -> Sizes:
         yield "pcp.exchange", exchange_bytes(kv, step.tokens * hidden)[1]
     if step.layers.stop == config.model.num_layers:
         yield "logits.local", logits_rows(step) * -(-config.model.vocab_size // step.tp) * step.item
+        if step.item != FLOAT:
+            yield "logits.float32", logits_rows(step) * config.model.vocab_size * FLOAT
 
 
 def logits_rows(step: LargestStep) -> int:
