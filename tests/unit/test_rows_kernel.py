@@ -125,6 +125,10 @@ FORMS = (
     (1, 8, 96, 96),
     (2, 2, 40, 40),
     (1, 12, 128, 128),
+    # Heads that fill vectors: with what fills no pair of them; with one exponent for a key in FP8, and several.
+    (2, 32, 40, 40),
+    (0, 32, 96, 64),
+    (1, 16, 96, 96),
 )
 
 
@@ -178,7 +182,7 @@ def heads_of(elements: torch.Tensor, form: tuple[int, int, int, int]) -> tuple[t
 def test_rows_in_blocks_of_every_length(instruction_set: str, stored_as: str) -> None:
     """Requests of several lengths at once, in blocks that end anywhere, with and without a window."""
     torch.manual_seed(0)
-    for case in range(45):
+    for case in range(len(FORMS) * len(BLOCK_SIZES)):
         form, block_size = FORMS[case % len(FORMS)], BLOCK_SIZES[case // len(FORMS)]
         lengths = LENGTHS[case % 15 :: 15]
         cache, elements, keys, layout, fp8_rows = paged_case(form, stored_as, lengths, block_size)

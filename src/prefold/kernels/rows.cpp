@@ -4,7 +4,8 @@
 // the work, also that of a single query, and their number does not show in a result. Within a split rows are
 // copied to a tile of float32 that stays in the first-level cache, where all query heads meet them:
 // scores are dot products over the elements, so a vector holds elements of a row, and no row is turned
-// around. While a tile is computed the rows of the next one are fetched. A score is subtracted a reference
+// around. Only where heads fill vectors each takes a lane (rows_wide.inl), and few heads take rows as they are
+// stored. While a tile is computed the rows of the next one are fetched. A score is subtracted a reference
 // before its exponential, which moves only if scores rise far above it: sums are seldom rescaled.
 
 #include <cstdint>

@@ -2,6 +2,7 @@
 
 #include "rows_stored.inl"
 #include "rows_tile.inl"
+#include "rows_wide.inl"
 
 constexpr int64_t SPLIT = 512;  // rows whose results are summed before they are merged with others
 
@@ -58,7 +59,7 @@ template <typename T> struct RowsOf {
         rows.clear();
         add(start, end, rows);
         const int64_t count = rows.size();
-        add(std::max(start, end), std::min(last(), end + TILE_ROWS), rows);
+        add(std::max(start, end), std::min(last(), end + MOST_ROWS), rows);
         return count;
     }
 
@@ -85,11 +86,14 @@ template <typename T> struct RowsOf {
 template <typename T> struct Scratch {
     std::vector<const T*> rows;
     Buffer buffer;
-    float *tile, *values, *scores, *q, *whole, *part;
+    float *tile, *values, *scores, *q, *whole, *part;  // tile and values: of Wide its chunks and its strip
 
     void prepare(const RowsArguments& a, int64_t width, int64_t v_width) {
         const int64_t heads = a.num_kv_heads * a.heads_per_kv_head, size = Softmax::size(heads, v_width);
-        const int64_t sizes[] = {TILE_ROWS * width, TILE_ROWS * v_width, TILE_ROWS * 8 + LANES, heads * width, size, size};
+        const int64_t of_tile = std::max<int64_t>(TILE_ROWS * width, 2 * CHUNK);
+        const int64_t of_values = std::max<int64_t>(TILE_ROWS * v_width, MOST_ROWS * STRIP);
+        const int64_t of_scores = (MOST_ROWS + 1) * LANES, of_part = std::max(size, heads * width);
+        const int64_t sizes[] = {of_tile, of_values, of_scores, heads * width, size, of_part};
         float** parts[] = {&tile, &values, &scores, &q, &whole, &part};
         int64_t total = 0;
         for (const int64_t one : sizes) total += padded(one);
@@ -126,6 +130,25 @@ static INLINE void find_rows(const RowsArguments& a, Scratch<T>& scratch, int64_
 
 template <typename T>
 static INLINE void find_rows(const RowsArguments& a, Scratch<T>& scratch, int64_t first, int64_t present,
+                             int64_t kv_head, int64_t, int64_t, Wide<T>& wide) {
+    wide.chunks = scratch.tile;
+    wide.strip = scratch.values;
+    wide.key = kv_head * a.key_step;
+    wide.value = a.value_offset + kv_head * a.value_step;
+    // Of a value that is the beginning of its key, a pair of vectors may have elements behind it.
+    wide.value_dim = is_shared(a) ? a.dim : a.v_dim;
+    wide.has_factors = sizeof(T) == 1 && is_shared(a) && a.num_kv_heads == 1 && a.num_scaled == a.head_dim &&
+                       a.num_scaled % PAIR == 0 && a.v_dim <= a.num_scaled && a.num_scaled <= a.dim;
+    wide.num_plain = sizeof(T) > 1 ? std::max(a.dim, a.v_dim) : wide.has_factors ? a.num_scaled : 0;
+    for (int64_t j = 0; j < wide.ROWS; j++) {
+        // The scores of rows that are not there are replaced.
+        wide.rows[j] = scratch.rows[first + std::min(j, present - 1)];
+        if constexpr (sizeof(T) == 1) wide.factors[j] = code_factor(wide.rows[j][2 * a.num_rotary + a.num_scaled]);
+    }
+}
+
+template <typename T>
+static INLINE void find_rows(const RowsArguments& a, Scratch<T>& scratch, int64_t first, int64_t present,
                              int64_t kv_head, int64_t, int64_t, Direct<T>& direct) {
     const int64_t key = kv_head * a.key_step, value = a.value_offset + kv_head * a.value_step;
     uint8_t exponents[2][TILE_ROWS];
@@ -155,6 +178,9 @@ static INLINE bool is_direct(const RowsArguments& a) {
     return !is_shared(a) && is_one_group && is_aligned && has_factors;
 }
 
+// Whether heads that share a key fill vectors.
+static INLINE bool is_wide(const RowsArguments& a) { return !is_direct(a) && a.heads_per_kv_head % LANES == 0; }
+
 // All heads of a query over rows[0, count): keys and values are parts of a row.
 template <typename T, typename Rows>
 static void attend_split(const RowsArguments& a, Scratch<T>& scratch, int64_t count, Softmax to, int64_t width,
@@ -167,25 +193,27 @@ static void attend_split(const RowsArguments& a, Scratch<T>& scratch, int64_t co
     Rows rows;
     Ahead ahead;
     ahead.num_lines = (a.bytes_per_row + 63) / 64;
-    const int64_t pauses = a.num_kv_heads * (group * v_width / 384 + group * TILE_ROWS / LANES);
-    ahead.portion = TILE_ROWS * ahead.num_lines / std::max<int64_t>(pauses, 1) + 1;
-    for (int64_t first = 0; first < count; first += TILE_ROWS) {
-        const int64_t present = std::min<int64_t>(count - first, TILE_ROWS);
-        for (int64_t j = 0; j < TILE_ROWS; j++)
-            ahead.rows[j] = (const char*)scratch.rows[std::min(first + TILE_ROWS + j, last)];
-        ahead.row = first + TILE_ROWS > last ? TILE_ROWS : 0;
+    const int64_t pauses = a.num_kv_heads * Rows::num_pauses(group, width, v_width);
+    ahead.portion = Rows::ROWS * ahead.num_lines / std::max<int64_t>(pauses, 1) + 1;
+    for (int64_t first = 0; first < count; first += Rows::ROWS) {
+        const int64_t present = std::min<int64_t>(count - first, Rows::ROWS);
+        for (int64_t j = 0; j < Rows::ROWS; j++)
+            ahead.rows[j] = (const char*)scratch.rows[std::min(first + Rows::ROWS + j, last)];
+        ahead.num_rows = Rows::ROWS;
+        ahead.row = first + Rows::ROWS > last ? Rows::ROWS : 0;
         ahead.line = 0;
         for (int64_t kv_head = 0; kv_head < a.num_kv_heads; kv_head++) {
             find_rows(a, scratch, first, present, kv_head, width, v_width, rows);
             const int64_t head = kv_head * group;
             const HeadsState s = {scratch.q + head * width, to.out + head * v_width, scratch.scores,
                                   to.reference + head * LANES, to.sum + head * LANES, width, v_width};
-            attend_heads(s, group, rows, present, ahead);
+            attend_heads(a, s, group, rows, present, ahead);
         }
     }
     for (int64_t kv_head = 0; kv_head < a.num_kv_heads; kv_head++) {
         const int64_t head = kv_head * group;
-        sum_lanes({nullptr, nullptr, nullptr, to.reference + head * LANES, to.sum + head * LANES, 0, 0}, group);
+        sum_lanes({nullptr, nullptr, nullptr, to.reference + head * LANES, to.sum + head * LANES, 0, 0}, group,
+                  std::is_same<Rows, Wide<T>>::value);
     }
 }
 
@@ -242,14 +270,18 @@ static void run_tasks(const RowsArguments& a, float scale, const std::vector<Spl
     Softmax whole(scratch.whole, heads, v_width);
     for (int64_t i = first; i < last; i++) {
         const SplitTask& task = tasks[i];
-        if (i == first || task.is_first)
+        if (i == first || task.is_first) {
+            float* plain = is_wide(a) ? scratch.part : scratch.q;
             for (int64_t head = 0; head < heads; head++)
                 to_tile<T>(a.q + task.query * a.q_stride + head * a.q_head_stride, a.dim, scale * LOG2_E,
-                           scratch.q + head * width);
+                           plain + head * width);
+            if (is_wide(a)) turn_queries(plain, heads, width, scratch.q);
+        }
         const int64_t count = RowsOf<T>{a, task.query}.collect(task.split, scratch.rows);
         float* at = task.stored >= 0 ? stored + task.stored * size : task.is_first ? scratch.whole : scratch.part;
         const Softmax to(at, heads, v_width);
         if (is_direct(a)) attend_split<T, Direct<T>>(a, scratch, count, to, width, v_width);
+        else if (is_wide(a)) attend_split<T, Wide<T>>(a, scratch, count, to, width, v_width);
         else attend_split<T, Tile<T>>(a, scratch, count, to, width, v_width);
         if (task.stored >= 0) continue;
         if (!task.is_first)

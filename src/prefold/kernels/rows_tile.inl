@@ -1,20 +1,22 @@
 // A tile of rows and the query heads that meet it: part of rows.cpp, included by rows.inl.
 
-constexpr int TILE_ROWS = 16;
+constexpr int TILE_ROWS = 16;  // of Tile and Direct
+constexpr int MOST_ROWS = 32;  // of any
 constexpr float LOG2_E = 1.44269504f;
 constexpr float LOWEST = -3e38f;  // the reference before there is a score
 constexpr float RISE = 30.0f;     // how far above its reference a score may lie, in powers of two
 
 // Rows that are soon needed: they are brought closer in small portions, while others are computed with.
 struct Ahead {
-    const char* rows[TILE_ROWS];
+    const char* rows[MOST_ROWS];
+    int64_t num_rows;
     int64_t num_lines;  // of a row
     int64_t portion;    // lines at a time
     int64_t row, line;  // the next one
 
     INLINE void fetch() {
         int64_t at = row, next = line;  // not written to memory each time
-        for (int64_t i = 0; i < portion && at < TILE_ROWS; i++) {
+        for (int64_t i = 0; i < portion && at < num_rows; i++) {
             __builtin_prefetch(rows[at] + 64 * next, 0, 2);
             if (++next == num_lines) {
                 next = 0;
@@ -29,9 +31,9 @@ struct Ahead {
 // A query's heads of one KV head, and their running softmax. A group of R heads has a vector of references
 // and one of sums, where lane i is that of head i % R; its sums are those of different rows.
 struct HeadsState {
-    float* q;          // [heads][width], scaled, in the tile's order
+    float* q;          // [heads][width], scaled, in the tile's order; see Wide for its own
     float* out;        // [heads][v_width]
-    float* scores;     // [TILE_ROWS][heads of a group]
+    float* scores;     // [rows][heads of a group]
     float* reference;  // [heads][LANES], of which a group has those of its first head
     float* sum;        // [heads][LANES]
     int64_t width, v_width;
@@ -40,6 +42,10 @@ struct HeadsState {
 // Where a group of heads finds its rows. A tile has keys and values as float32; stored rows are
 // read as they are, and those of FP8 times a factor each.
 template <typename T> struct Tile {
+    static constexpr int ROWS = TILE_ROWS;
+    static int64_t num_pauses(int64_t heads, int64_t, int64_t v_width) {
+        return heads * v_width / 384 + heads * ROWS / LANES;
+    }
     const T* stored[TILE_ROWS];
     float* keys;
     const float* values;
@@ -47,6 +53,10 @@ template <typename T> struct Tile {
 };
 
 template <typename T> struct Direct {
+    static constexpr int ROWS = TILE_ROWS;
+    static int64_t num_pauses(int64_t heads, int64_t, int64_t v_width) {
+        return heads * v_width / 384 + heads * ROWS / LANES;
+    }
     const T* keys[TILE_ROWS];
     const T* values[TILE_ROWS];
     float key_factors[TILE_ROWS], value_factors[TILE_ROWS];
@@ -80,8 +90,8 @@ static INLINE void score_rows(const float* q, int64_t width, int64_t count, Ahea
     }
 }
 
-// out[i][e] += sum over rows j of p[j * R + i] * value_j[e], for C vectors that load_columns(j, columns) gives.
-template <int R, int C, typename Load>
+// out[i][e] += sum over rows j of p[j * STEP + i] * value_j[e], for C vectors that load_columns(j, columns) gives.
+template <int R, int STEP, int C, typename Load>
 static INLINE void add_values(const float* p, int64_t count, float* out, int64_t width, const Load& load_columns) {
     // A tile is summed by itself: many small sums have smaller errors than a long one.
     Floats acc[R][C] = {};
@@ -90,7 +100,7 @@ static INLINE void add_values(const float* p, int64_t count, float* out, int64_t
         load_columns(j, columns);
 #pragma GCC unroll 16
         for (int i = 0; i < R; i++) {
-            const Floats factor = splat(p[j * R + i]);
+            const Floats factor = splat(p[j * STEP + i]);
 #pragma GCC unroll 8
             for (int c = 0; c < C; c++) acc[i][c] += factor * columns[c];
         }
@@ -107,9 +117,11 @@ static INLINE void add_values(const float* p, int64_t count, float* out, int64_t
 // Move the references of heads whose scores lie far above them to the highest score.
 template <int R> static inline void raise_references(const HeadsState& s, int64_t head, int64_t count) {
     float *references = s.reference + head * LANES, *lane_sums = s.sum + head * LANES;
+    Floats highest = splat(LOWEST);
+    for (int64_t at = 0; at < count * R; at += LANES) highest = maximum(load(s.scores + at), highest);
     for (int i = 0; i < R; i++) {
         float top = LOWEST;
-        for (int64_t j = 0; j < count; j++) top = std::max(top, s.scores[j * R + i]);
+        for (int lane = i; lane < LANES; lane += R) top = std::max(top, highest[lane]);
         const float reference = references[i];
         if (!(top > reference + RISE) && reference != LOWEST) continue;
         const float factor = reference == LOWEST ? 1.0f : exp2(splat(reference - top))[0];
@@ -168,7 +180,7 @@ static INLINE void attend_group(const HeadsState& s, int64_t head, const Tile<T>
     float* out = s.out + head * s.v_width;
     auto add = [&](auto size, int64_t e) {
         constexpr int N = decltype(size)::value;
-        add_values<R, N>(s.scores, count, out + e, s.v_width, [&](int64_t j, Floats (&columns)[N]) {
+        add_values<R, R, N>(s.scores, count, out + e, s.v_width, [&](int64_t j, Floats (&columns)[N]) {
 #pragma GCC unroll 8
             for (int c = 0; c < N; c++) columns[c] = load(tile.values + j * tile.value_stride + e + c * LANES);
         });
@@ -202,7 +214,7 @@ static INLINE void attend_group(const HeadsState& s, int64_t head, const Direct<
     float* out = s.out + head * s.v_width;
     auto add = [&](auto size, int64_t e) {
         constexpr int N = decltype(size)::value;
-        add_values<R, 2 * N>(s.scores, count, out + e, s.v_width, [&](int64_t j, Floats (&columns)[2 * N]) {
+        add_values<R, R, 2 * N>(s.scores, count, out + e, s.v_width, [&](int64_t j, Floats (&columns)[2 * N]) {
 #pragma GCC unroll 2
             for (int n = 0; n < N; n++) {
                 Floats pair[2];
@@ -220,7 +232,8 @@ static INLINE void attend_group(const HeadsState& s, int64_t head, const Direct<
 
 // Heads in groups of 8 and fewer, largest first.
 template <typename Rows>
-static inline void attend_heads(const HeadsState& s, int64_t num_heads, const Rows& rows, int64_t count, Ahead& ahead) {
+static inline void attend_heads(const RowsArguments&, const HeadsState& s, int64_t num_heads, const Rows& rows,
+                                int64_t count, Ahead& ahead) {
     for (int64_t head = 0; head < num_heads;) {
         const int64_t left = num_heads - head;
         if (LANES >= 8 && left >= 8) {
@@ -240,10 +253,10 @@ static inline void attend_heads(const HeadsState& s, int64_t num_heads, const Ro
 }
 
 // Sums over lanes, once all rows are in: sum[head] and reference[head] for all heads, at [head * LANES].
-static inline void sum_lanes(const HeadsState& s, int64_t num_heads) {
+static inline void sum_lanes(const HeadsState& s, int64_t num_heads, bool is_wide) {
     for (int64_t head = 0; head < num_heads;) {
         const int64_t left = num_heads - head;
-        const int group = LANES >= 8 && left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
+        const int group = is_wide ? LANES : LANES >= 8 && left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
         float lane_sums[LANES], references[LANES];
         store(lane_sums, load(s.sum + head * LANES));
         store(references, load(s.reference + head * LANES));
