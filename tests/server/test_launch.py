@@ -11,6 +11,7 @@ import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import httpx2 as httpx
@@ -20,7 +21,7 @@ from cryptography.hazmat.primitives import serialization
 
 from prefold.server.app import make_app
 from prefold.server.certificates import check_certificates
-from prefold.server.launch import ListenOptions, _bind, _run, _Server, _uvicorn_config, serve
+from prefold.server.launch import ListenOptions, _banner, _bind, _run, _Server, _uvicorn_config, serve
 from prefold.server.settings import SamplingDefaults, ServerSettings, read_sampling_defaults
 
 pytestmark = pytest.mark.anyio
@@ -171,6 +172,16 @@ async def test_a_dead_engine_ends_the_server(serving_engine: Any, caplog: pytest
 def serving_engine(engine: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr("prefold.server.launch._banner", lambda *_: "")
     return engine
+
+
+@pytest.mark.parametrize(("takes_text", "prompt"), [(True, '"Once upon a time"'), (False, "[1, 2, 3]")])
+def test_the_command_to_try_works_without_a_tokenizer(
+    takes_text: bool, prompt: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("prefold.server.launch.describe_layout", lambda _: "1 rank")
+    config: Any = SimpleNamespace(scheduler=SimpleNamespace(max_model_len=99))
+    banner = _banner("http://here", config, ServerSettings(("m",)), takes_text)
+    assert f'\'{{"model": "m", "prompt": {prompt}, "max_tokens": 32}}\'' in banner
 
 
 def test_a_port_in_use_is_said_before_anything_is_loaded():

@@ -169,7 +169,7 @@ async def _run(
         if not loading.done():
             return 0
         engine = state.engine = loading.result()
-        _say(_banner(url, engine.config, state.settings))
+        _say(_banner(url, engine.config, state.settings, engine.tokenizer is not None))
         return await _serve_engine(engine, server, state, stop)
     finally:
         state.draining = True
@@ -228,9 +228,10 @@ def _say(text: str) -> None:
     print(text, flush=True)
 
 
-def _banner(url: str, config: EngineConfig, settings: ServerSettings) -> str:
+def _banner(url: str, config: EngineConfig, settings: ServerSettings, takes_text: bool) -> str:
     """What a user needs to know, and a command to try."""
-    body = json.dumps({"model": settings.model_name, "prompt": "Once upon a time", "max_tokens": 32})
+    prompt = "Once upon a time" if takes_text else [1, 2, 3]
+    body = json.dumps({"model": settings.model_name, "prompt": prompt, "max_tokens": 32})
     key = ' -H "Authorization: Bearer KEY"' if settings.api_keys else ""
     defaults = settings.defaults.describe() if settings.defaults else ""
     lines = [
