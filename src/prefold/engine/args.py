@@ -169,6 +169,8 @@ class EngineArgs:
         if self.device == "cpu":
             plan.check()
             logger.info("%s", plan.describe())
+            if plan.warning:
+                logger.warning("%s", plan.warning)
         return replace(config, runtime=replace(config.runtime, workspace_bytes=plan.rank.workspace))
 
     def _plan(self, config: EngineConfig, entries: Mapping[str, TensorEntry]) -> MemoryPlan:

@@ -36,8 +36,13 @@ class RankMemory:
     other: int
 
     @property
+    def fixed(self) -> int:
+        """What is taken whatever requests come."""
+        return self.weights + self.kv_cache + self.other
+
+    @property
     def total(self) -> int:
-        return self.weights + self.kv_cache + self.workspace + self.slots + self.other
+        return self.fixed + self.workspace + self.slots
 
 
 @dataclass(frozen=True)
@@ -60,8 +65,10 @@ class MemoryPlan:
 
     @property
     def left(self) -> int:
-        """Bytes that are free beside all this."""
-        return self.free - self.needed
+        """Bytes that are free beside all this; at least half of what is free beside what is fixed, because few
+        workloads have the largest steps of all kinds."""
+        beside_fixed = self.free - self.rank.fixed * self.num_ranks
+        return max(self.free - self.needed, beside_fixed // 2)
 
     def describe(self) -> str:
         """One line for the log.
@@ -79,19 +86,25 @@ class MemoryPlan:
         )
 
     def check(self) -> None:
-        """ValueError with the numbers, and what to lower, if it is more than is free."""
-        if self.needed <= self.free:
-            return
-        raise ValueError(f"this does not fit into memory: {self.describe()}. {self._advice()}")
-
-    def _advice(self) -> str:
-        """What takes most of that which can be chosen."""
+        """ValueError with the numbers, and what to lower, if what is fixed is more than is free."""
         rank = self.rank
+        if rank.fixed * self.num_ranks <= self.free:
+            return
         if (rank.weights + rank.other) * self.num_ranks > self.free:
-            return "Weights and processes alone do not: fewer ranks, more machines, or a quantised checkpoint"
-        if rank.kv_cache >= rank.workspace + rank.slots:
-            return "Lower kv_cache_memory_bytes (or num_blocks), or max_num_batched_tokens"
-        return "Lower max_num_batched_tokens, or max_num_seqs and max_model_len"
+            advice = "Weights and processes alone do not: fewer ranks, more machines, or a quantised checkpoint"
+        else:
+            advice = "Lower kv_cache_memory_bytes (or num_blocks)"
+        raise ValueError(f"this does not fit into memory: {self.describe()}. {advice}")
+
+    @property
+    def warning(self) -> str:
+        """What to lower if the largest steps would not fit; empty if they do."""
+        if self.needed <= self.free:
+            return ""
+        return (
+            "the largest steps may not fit into memory; to be safe, lower max_num_batched_tokens, max_num_seqs "
+            "or max_model_len"
+        )
 
 
 def native_kernels() -> bool:
