@@ -91,7 +91,9 @@ class MemoryPlan:
         if rank.fixed * self.num_ranks <= self.free:
             return
         if (rank.weights + rank.other) * self.num_ranks > self.free:
-            advice = "Weights and processes alone do not: fewer ranks, more machines, or a quantised checkpoint"
+            advice = (
+                "Weights and processes alone do not: fewer ranks, more machines, or a quantised checkpoint"
+            )
         else:
             advice = "Lower kv_cache_memory_bytes (or num_blocks)"
         raise ValueError(f"this does not fit into memory: {self.describe()}. {advice}")
