@@ -65,8 +65,8 @@ class MemoryPlan:
 
     @property
     def left(self) -> int:
-        """Bytes that are free beside all this; at least half of what is free beside what is fixed, because few
-        workloads have the largest steps of all kinds."""
+        """Bytes that are free beside all this; at least half of those beside what is fixed, because few workloads
+        have the largest steps of all kinds."""
         beside_fixed = self.free - self.rank.fixed * self.num_ranks
         return max(self.free - self.needed, beside_fixed // 2)
 
