@@ -171,17 +171,16 @@ class NoModel:
         self._hidden = torch.zeros(num_tokens, self.config.hidden_size, dtype=model.compute_dtype)
         self._logits = torch.rand(num_tokens, VOCAB)
 
-    def read_weights(self) -> None:
+    def read_weights(self, result: torch.Tensor, num_tokens: int) -> torch.Tensor:
         with self._clock.time(None):
             self._weights.sum()
+            return result[:num_tokens]
 
     def __call__(self, input_ids: torch.Tensor, *_: Any) -> torch.Tensor:
-        self.read_weights()
-        return self._hidden[: len(input_ids)]
+        return self.read_weights(self._hidden, len(input_ids))
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        self.read_weights()
-        return self._logits[: len(hidden)]
+        return self.read_weights(self._logits, len(hidden))
 
 
 class FirstRank:
@@ -255,7 +254,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, float]]:
     for owner, name, part in PARTS:
         clock.watch(owner, name, part)
     while core.has_unfinished_requests and len(scheduler.running) == args.seqs:
-        model.read_weights()
+        model.compute_logits(torch.empty(0))
         clock.begin_step()
         news = core.step()
         with clock.time("engine: encode and decode messages"):

@@ -138,3 +138,23 @@ def test_any_batch_gets_legal_ways(requests: list[tuple[int, int]], sizes: tuple
     first = chosen(layout, requests)
     assert set(first) <= set(layout.legal)
     assert chosen(layout, requests) == first
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 1_000_000), st.integers(1, 5000)), min_size=1, max_size=10),
+    st.sampled_from([sizes for sizes in LAYOUTS if max(sizes) > 1]),
+    st.booleans(),
+)
+@settings(max_examples=100)
+def test_no_trip_costs_less_than_the_least(
+    requests: list[tuple[int, int]], sizes: tuple[int, int], is_sparse: bool
+):
+    """Requests whose cost in place is below that are not weighed."""
+    layout = ways(*sizes)
+    if is_sparse and layout.dcp_size > 1:
+        dsa = DSAConfig(2048, 32, 128, full_layers=(True, False), rope_interleaved=True)
+        layout = replace(layout, attention=replace(MLA, q_lora_rank=512, dsa=dsa))
+    keys, own = np.array(requests, np.int64).T
+    trip = layout._travel if layout.dsa is None else layout._visit
+    for of_unit in (own, own * layout.unit):
+        assert trip(own, of_unit, keys).min() >= layout._least_trip

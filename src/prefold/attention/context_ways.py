@@ -154,13 +154,14 @@ class ContextWays:
         if self.forced in self.legal or not travelling:
             return np.full(len(num_computed), self.forced if self.forced in self.legal else in_place)
         own = num_queries.max(axis=1, initial=0)
-        whole = (num_queries > 0).sum(axis=1) <= 1
         cost_in_place = self._cost_in_place(own, num_computed)
+        moved = self._move_keys(num_computed) if in_place == KV else 0
+        if (cost_in_place + moved).max(initial=0) <= self._least_trip:
+            return np.full(len(num_computed), in_place)
+        whole = (num_queries > 0).sum(axis=1) <= 1
         load = ((num_queries > 0) * np.where(whole, cost_in_place, 0)[:, None]).sum(axis=0)
         share = load.max() / max(load.sum(), 1)
-        cost_in_place = np.where(whole, share, 1.0) * cost_in_place
-        if in_place == KV:
-            cost_in_place = cost_in_place + self._move_keys(num_computed)
+        cost_in_place = np.where(whole, share, 1.0) * cost_in_place + moved
         by_unit = num_queries.reshape(-1, self.pcp_size // self.unit, self.unit)
         of_unit = by_unit.sum(axis=2).max(axis=1, initial=0)
         travel = self._travel if self.dsa is None else self._visit
@@ -179,10 +180,12 @@ class ContextWays:
             selected = self._attend_selected(num_queries, num_keys, self.num_heads)
             masked = masked_cost(self._mla, self.num_heads, num_keys, num_queries * num_keys)
             return self._select(num_queries, num_queries, num_keys) + np.minimum(selected, masked)
-        cost = self._attend_tiles(num_queries, num_keys)
         if self.dcp_size > 1:  # the keys come in tiles
-            return cost
-        return np.where(num_queries <= MOST_QUERIES, self._attend_stored(num_queries, num_keys), cost)
+            return self._attend_tiles(num_queries, num_keys)
+        stored, are_few = self._attend_stored(num_queries, num_keys), num_queries <= MOST_QUERIES
+        return (
+            stored if are_few.all() else np.where(are_few, stored, self._attend_tiles(num_queries, num_keys))
+        )
 
     def _attend_tiles(
         self, num_queries: np.ndarray, num_keys: np.ndarray, absorbed_only: bool = False
@@ -201,6 +204,11 @@ class ContextWays:
         """Gathering the shards: every rank reads all keys."""
         tiles = -(-num_keys // self.tile_tokens)
         return num_keys * self.row_bytes * PER_GATHERED_BYTE + tiles * PER_COLLECTIVE
+
+    @property
+    def _least_trip(self) -> int:
+        """No trip costs less; see `_travel` and `_visit`."""
+        return PER_TRIP if self.dsa is None else 2 * PER_COLLECTIVE
 
     def _travel(self, own: np.ndarray, of_unit: np.ndarray, num_keys: np.ndarray) -> np.ndarray:
         """Queries there, all of them at this rank's part of the keys, results back."""

@@ -54,7 +54,7 @@ class Partition:
         row_rank, row_request, row_start, row_end: [rows] int64.
         row_is_prefill: [rows] bool, state handed in by the caller, never derived from a length.
         row_offsets: [P + 1] rows of rank r are `row_offsets[r]:row_offsets[r + 1]`.
-        num_prefill_tokens, num_decode_tokens: [P] tokens per rank.
+        rank_tokens: [P, 2] prefill and decode tokens per rank.
         causal_pairs: [P] (query, key) pairs per rank; the token at position p has p + 1.
     """
 
@@ -68,14 +68,23 @@ class Partition:
     row_end: IntArray
     row_is_prefill: NDArray[np.bool_]
     row_offsets: IntArray
-    num_prefill_tokens: IntArray
-    num_decode_tokens: IntArray
+    rank_tokens: IntArray
     causal_pairs: IntArray
+
+    @property
+    def num_prefill_tokens(self) -> IntArray:
+        """[P] tokens per rank."""
+        return self.rank_tokens[:, 0]
+
+    @property
+    def num_decode_tokens(self) -> IntArray:
+        """[P] tokens per rank."""
+        return self.rank_tokens[:, 1]
 
     @property
     def num_tokens(self) -> IntArray:
         """[P] tokens per rank, prefill and decode."""
-        return self.num_prefill_tokens + self.num_decode_tokens
+        return self.rank_tokens.sum(axis=1)
 
     @property
     def row_num_tokens(self) -> IntArray:
@@ -267,7 +276,6 @@ def _sorted_rows(
     order = np.argsort(key.astype(np.uint16) if short else key, kind="stable")
     group, request, start, end = group[order], request[order], start[order], end[order]
     row_rank = group >> 1
-    tokens = _sum_by(group, end - start, 2 * size).reshape(size, 2)
     return Partition(
         size=size,
         decode_unit=decode_unit,
@@ -279,8 +287,7 @@ def _sorted_rows(
         row_end=end,
         row_is_prefill=(group & 1) == 0,
         row_offsets=row_rank.searchsorted(np.arange(size + 1)),
-        num_prefill_tokens=tokens[:, 0],
-        num_decode_tokens=tokens[:, 1],
+        rank_tokens=_sum_by(group, end - start, 2 * size).reshape(size, 2),
         causal_pairs=_sum_by(row_rank, causal_pairs(start, end), size),
     )
 
@@ -311,9 +318,8 @@ class TokenOrder:
     def of(cls, partition: Partition, query_start_loc: IntArray) -> TokenOrder:
         request = partition.row_request
         starts = partition.row_start + (query_start_loc[:-1] - partition.num_computed)[request]
-        counts = np.stack([partition.num_prefill_tokens, partition.num_decode_tokens], axis=1)
         indices = _ranges(starts, partition.row_num_tokens)
-        return cls(indices, _offsets(counts.ravel()), int(query_start_loc[-1]))
+        return cls(indices, _offsets(partition.rank_tokens.ravel()), int(query_start_loc[-1]))
 
     def of_rank(self, rank: int) -> IntArray:
         """[num_tokens[rank]] prefill tokens first, as it computes them."""

@@ -139,8 +139,9 @@ class PCPManager:
             slots = plan.sent_decode_slots[rank]
             if rank != own and len(slots) > 0:
                 cache.index_copy_(1, slots, kv)
-            if own == 0:
-                restored[torch.from_numpy(np.flatnonzero(rank_of == rank)).to(hidden.device)] = rows
+            if own == 0 and len(rows) > 0:
+                places = torch.from_numpy(np.flatnonzero(rank_of == rank))
+                restored.index_copy_(0, places.to(hidden.device), rows)
         gather.release()
         return restored
 

@@ -45,7 +45,7 @@ def plan_checksum(
     )
     checksum = zlib.crc32("\0".join(batch.request_ids).encode())
     for array in arrays:
-        checksum = zlib.crc32(np.ascontiguousarray(array).data, checksum)
+        checksum = zlib.crc32(array.data, checksum)
     return checksum
 
 

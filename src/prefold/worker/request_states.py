@@ -79,10 +79,13 @@ class RequestStates:
         rows = np.array([self.row_of[request.request_id] for request in cached])
         self.num_computed_tokens[rows] = [request.num_computed_tokens for request in cached]
         tokens = list(chain.from_iterable(request.new_token_ids for request in cached))
-        counts = np.array([len(request.new_token_ids) for request in cached])
-        begin = np.cumsum(counts) - counts
-        position = np.arange(len(tokens)) + np.repeat(self.num_tokens[rows] - begin, counts)
-        self.token_ids[np.repeat(rows, counts), position] = tokens
+        counts = [len(request.new_token_ids) for request in cached]
+        row_of, position = rows, self.num_tokens[rows]
+        if not min(counts) == max(counts) == 1:  # else all decode
+            row_of = np.repeat(rows, counts)
+            first = np.cumsum(counts) - counts
+            position = np.arange(len(tokens)) + np.repeat(position - first, counts)
+        self.token_ids[row_of, position] = tokens
         self.num_tokens[rows] += counts
         for request, row in zip(cached, rows.tolist()):
             if request.new_block_ids:

@@ -24,6 +24,7 @@ from prefold.attention.context_ways import (
 from prefold.attention.forms import prefer_absorbed
 from prefold.attention.kv_tiles import KVPiece, KVTile
 from prefold.attention.plan import DecodeTokens, RequestWork, Rows, StepPlan, TravelPiece, Visit
+from prefold.attention.projected import ProjectedTile
 from prefold.attention.shared_decode import SharedWork
 from prefold.attention.sparse_shards import Visitors
 from prefold.attention.walk import Run, Segment, others_segments, own_segments
@@ -140,10 +141,11 @@ class _Planner:
         # A row of decode tokens is computed by a whole unit if the cache is sharded.
         self._shares_decode = place.ownership.dcp_size > 1
         self._has_prefill = bool(batch.is_prefill.any())
+        nothing = torch.empty(0, dtype=torch.int64, device=device)
+        self._nowhere = Rows(nothing, nothing)
         self._way = self._choose_ways()
         self._ways_taken = set(self._way)
-        self._is_projected = np.zeros(len(batch.rows), np.bool_)
-        self._new = self._new_row = np.zeros(0, np.int64)
+        self._is_projected = self._new = self._new_row = np.zeros(0, np.int64)
         if self._has_prefill:
             shared = ways.share_projections(self._num_queries(), batch.num_computed)
             self._is_projected = batch.is_prefill & shared
@@ -154,27 +156,28 @@ class _Planner:
         batch, parts, place, order = self._batch, self._parts, self._place, self._order
         works, work_of = self._works()
         decode = self._decode()
-        sent = [self._sent_decode(pcp) for pcp in range(place.pcp_size)]
+        write_new, new_rows = self._nowhere, (self._nowhere.rows,) * place.pcp_size
+        if self._has_prefill:
+            write_new = self._kept(batch.slot_mapping[self._new])
+            own_new = (self._new_row[order.prefill(pcp)] for pcp in range(place.pcp_size))
+            new_rows = tuple(map(self._tensor, own_new))
+        sent_decode, sent_decode_slots = self._sent()
         return StepPlan(
             num_tokens=int(parts.num_tokens[place.pcp]),
             num_prefill_tokens=int(parts.num_prefill_tokens[place.pcp]),
             works=works,
             own_decode=None if self._shares_decode else decode,
             gather_tokens=int(parts.num_prefill_tokens.max()),
-            new_rows=tuple(self._tensor(self._new_row[order.prefill(pcp)]) for pcp in range(place.pcp_size)),
-            write_new=self._kept(batch.slot_mapping[self._new]),
+            new_rows=new_rows,
+            write_new=write_new,
             write_decode=self._kept(batch.slot_mapping[order.decode(place.pcp)]),
             shared_decode=decode if self._shares_decode else None,
             travel=self._travel(),
             visits=self._visits(),
             kv_tiles=self._kv_tiles(work_of),
-            projected=projected_tiles(
-                parts, place.pcp, self._is_projected, work_of, works, self._ways.shared_rows
-            ),
-            sent_decode=np.array([len(tokens) for tokens in sent]),
-            sent_decode_slots=tuple(
-                self._tensor(slots[slots >= 0]) for slots in (batch.slot_mapping[tokens] for tokens in sent)
-            ),
+            projected=self._projected(work_of, works),
+            sent_decode=sent_decode,
+            sent_decode_slots=sent_decode_slots,
             ways=self._count_ways(),
         )
 
@@ -382,13 +385,28 @@ class _Planner:
             tiles.append(KVTile(filled, tuple(pieces)))
         return tuple(tiles)
 
-    def _sent_decode(self, pcp: int) -> np.ndarray:
-        """Decode tokens whose KV PCP rank `pcp` sends to the other units: those that it holds."""
-        place = self._place
-        tokens = self._order.decode(pcp)
-        if place.unit == place.pcp_size:  # there are no others
-            return tokens[:0]
-        return tokens[place.ownership.owner(self._batch.positions[tokens]) == place.dcp_of(pcp)]
+    def _sent(self) -> tuple[np.ndarray, tuple[torch.Tensor, ...]]:
+        """See StepPlan.sent_decode and sent_decode_slots."""
+        batch, place, pcp_size = self._batch, self._place, self._place.pcp_size
+        if place.unit == pcp_size:  # there are no other units
+            return np.zeros(pcp_size, np.int64), (self._nowhere.slots,) * pcp_size
+        counts, slots = [], []
+        for pcp in range(pcp_size):
+            tokens = self._order.decode(pcp)
+            tokens = tokens[place.ownership.owner(batch.positions[tokens]) == place.dcp_of(pcp)]
+            held = batch.slot_mapping[tokens]
+            counts.append(len(tokens))
+            slots.append(self._tensor(held[held >= 0]))
+        return np.array(counts), tuple(slots)
+
+    def _projected(
+        self, work_of: dict[int, int], works: tuple[RequestWork, ...]
+    ) -> tuple[ProjectedTile, ...]:
+        if not self._is_projected.any():
+            return ()
+        return projected_tiles(
+            self._parts, self._place.pcp, self._is_projected, work_of, works, self._ways.shared_rows
+        )
 
     def _kept(self, slots: np.ndarray) -> Rows:
         """Of tokens with these slots, those that this rank holds."""
@@ -396,4 +414,4 @@ class _Planner:
         return Rows(self._tensor(rows), self._tensor(slots[rows]))
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+        return torch.from_numpy(array).to(self._device)

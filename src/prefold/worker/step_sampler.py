@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -31,10 +32,10 @@ class WantedTokens:
     prompt: dict[int, np.ndarray]
     last: np.ndarray
 
-    @property
+    @cached_property
     def indices(self) -> np.ndarray:
         """[n] int64, `prompt` first."""
-        return np.concatenate([*self.prompt.values(), self.last]).astype(np.int64)
+        return np.concatenate([*self.prompt.values(), self.last]) if self.prompt else self.last
 
     @classmethod
     def of(cls, batch: GlobalBatch, states: RequestStates) -> WantedTokens:
