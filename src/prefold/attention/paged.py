@@ -48,7 +48,8 @@ class PagedQueries:
             return queries
         blocks, tables, ends, places = decode.blocks, decode.requests, decode.lengths, decode.tokens
         if queries is not None:
-            blocks = torch.cat([queries.blocks, blocks])
+            requests, tables = np.unique(tables, return_inverse=True)
+            blocks = torch.cat([queries.blocks, blocks[torch.from_numpy(requests)]])
             tables = np.concatenate([queries.tables.numpy(), tables + len(works)])
             ends = np.concatenate([queries.lengths.numpy(), ends])
             places = np.concatenate([*tokens, places])

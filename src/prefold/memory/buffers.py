@@ -197,7 +197,8 @@ def _attention(step: LargestStep) -> Sizes:
     if config.model.mla is not None:
         few = min(few, step.absorbed_tokens)
     longest = -(-config.scheduler.max_model_len // config.virtual_block_size)
-    yield "paged.blocks", min(config.scheduler.max_num_seqs, few) * (1 << (longest - 1).bit_length()) * INDEX
+    num_tables = config.scheduler.max_num_seqs if few else 0
+    yield "paged.blocks", num_tables * (1 << (longest - 1).bit_length()) * INDEX
     yield "paged.tables", few * INDEX
     yield "paged.lengths", few * INDEX
     yield "paged.lse", few * heads * FLOAT

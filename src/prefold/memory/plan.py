@@ -151,6 +151,6 @@ def _other_bytes(step: LargestStep) -> int:
         min(scheduler.max_num_seqs * scheduler.max_model_len, cache.num_blocks * config.virtual_block_size)
         * 4
     )
-    blocks = scheduler.max_num_seqs * -(-scheduler.max_model_len // config.virtual_block_size) * 4
+    blocks = scheduler.max_num_seqs * -(-scheduler.max_model_len // config.virtual_block_size) * 8
     logits = 2 * logits_rows(step) * vocab * FLOAT if step.layers.stop == config.model.num_layers else 0
     return PROCESS_BYTES + table + ids + blocks + logits
