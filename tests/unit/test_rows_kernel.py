@@ -125,7 +125,7 @@ FORMS = (
     (1, 8, 96, 96),
     (2, 2, 40, 40),
     (1, 12, 128, 128),
-    # Heads that fill vectors: with what fills no pair of them; with one exponent for a key in FP8, and several.
+    # Heads that fill vectors, and pairs of them or not; with one exponent for a key in FP8, and several.
     (2, 32, 40, 40),
     (0, 32, 96, 64),
     (1, 16, 96, 96),
