@@ -65,8 +65,8 @@ class MemoryPlan:
 
     @property
     def left(self) -> int:
-        """Bytes that are free beside all this; at least half of those beside what is fixed, because few workloads
-        have the largest steps of all kinds."""
+        """Bytes that are free beside all this; at least half of those beside what is fixed, because few
+        workloads have the largest steps of all kinds."""
         beside_fixed = self.free - self.rank.fixed * self.num_ranks
         return max(self.free - self.needed, beside_fixed // 2)
 
@@ -104,8 +104,8 @@ class MemoryPlan:
         if self.needed <= self.free:
             return ""
         return (
-            "the largest steps may not fit into memory; to be safe, lower max_num_batched_tokens, max_num_seqs "
-            "or max_model_len"
+            "the largest steps may not fit into memory; to be safe, lower max_num_batched_tokens, "
+            "max_num_seqs or max_model_len"
         )
 
 
