@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Sequence
 
@@ -190,6 +192,16 @@ def test_a_recording_is_its_threads_own_and_ends_with_an_error() -> None:
     fused.scale_add_(x, 2.0)
     x.add_(1)
     assert made.foreign == set()
+
+
+def test_the_first_recording_does_not_import_torchs_compiler() -> None:
+    program = (
+        "import sys, torch; from prefold.kernels import recording\n"
+        "with recording.recording() as made: torch.ones(2) + 1\n"
+        "assert made.foreign; print('torch._dynamo' in sys.modules, 'sympy' in sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert run.stdout == "False False\n"
 
 
 def test_times_are_those_of_the_replay() -> None:
