@@ -230,7 +230,9 @@ class TorchCollectives:
         try:
             yield
         except RuntimeError as error:
-            reason = None if time.monotonic() - start >= self._timeout_s else str(error)
+            # A message's time begins when it is sent, which is before it is waited for.
+            is_late = time.monotonic() - start >= self._timeout_s or "timed out" in str(error).lower()
+            reason = None if is_late else str(error)
             missing = self._who_is_missing(call) if peer is None else [peer]
             raise RanksMissing(missing, reason) from error
 
