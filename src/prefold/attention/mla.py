@@ -17,10 +17,8 @@ from prefold.attention.backend import AttentionBackend, LatentRows
 from prefold.kernels import fused, native
 from prefold.kernels.recording import again
 from prefold.kernels.rows import RowHeads
+from prefold.limits import WIDENED_ROWS
 from prefold.workspace import Workspace
-
-WIDENED_ROWS = 8
-"""Up to so many bfloat16 queries or results change as float32, for the reason given in layers.linear."""
 
 PROJECT_FROM = 64
 """Queries from which converting the weights to float32 pays, even if no others of the layer need that."""
@@ -70,8 +68,7 @@ class AbsorbedForm:
 
     def _widens(self, rows: torch.Tensor) -> bool:
         """Whether rows in bfloat16 are few enough to change in float32, as native code does it."""
-        is_few = rows.dtype == torch.bfloat16 and len(rows) <= WIDENED_ROWS
-        return is_few and native.serves(torch.float32, self._w_uk.dtype, rows.is_cpu)
+        return native.serves_as_float32(rows, self._w_uk.dtype, WIDENED_ROWS)
 
     def queries(self, q: torch.Tensor, out: torch.Tensor) -> None:
         """Queries for the latent: [n, num_heads, qk_head_dim] -> out [n, num_heads, token_dim] float32."""

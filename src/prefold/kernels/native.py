@@ -32,6 +32,11 @@ def serves(x: torch.dtype, w: torch.dtype, is_cpu: bool) -> bool:
     return x == torch.float32 and w == torch.bfloat16 and is_cpu and library.is_available()
 
 
+def serves_as_float32(x: torch.Tensor, w: torch.dtype, most_rows: int) -> bool:
+    """Whether these kernels serve rows in bfloat16, once they are float32, and they are few enough for it."""
+    return x.dtype == torch.bfloat16 and len(x) <= most_rows and serves(torch.float32, w, x.is_cpu)
+
+
 def linear(
     x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, instruction_set: str | None = None
 ) -> torch.Tensor:

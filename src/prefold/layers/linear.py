@@ -84,8 +84,7 @@ def scale_(x: torch.Tensor, factor: float) -> torch.Tensor:
 
 def widens(x: torch.Tensor, env: Env) -> bool:
     """Whether rows in bfloat16 are few enough to be multiplied as float32."""
-    is_few = x.dtype == torch.bfloat16 and x.shape[0] <= WIDENED_ROWS
-    return is_few and native.serves(torch.float32, env.weight_dtype, env.device == "cpu")
+    return native.serves_as_float32(x, env.weight_dtype, WIDENED_ROWS)
 
 
 def matmul(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
