@@ -340,7 +340,6 @@ IMMUTABLE_CALLS = {
     "TypeVar",
     "logging.getLogger",
     "ContextVar",  # of a thread, or of a task
-    "SamplingParams",  # frozen
     "min",
     "max",
     "int",

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from prefold import LLM
 from prefold.testing.checkpoints import make_checkpoint
 from prefold.testing.exactness import Oracle, generate_over_time, layout_options
-from prefold.testing.sparse_oracle import ENGINE, GREEDY, TOPK, SparseOracle, check
+from prefold.testing.sparse_oracle import ENGINE, TOPK, SparseOracle, check
 from prefold.testing.thread_executor import ThreadLLM
 
 torch.set_num_threads(1)
@@ -119,7 +119,7 @@ def test_preemption(llm: ThreadLLM, oracle: SparseOracle, monkeypatch: pytest.Mo
                 scheduler.reset_prefix_cache()
                 thrown_out += scheduler.preempt(scheduler.running[step % len(scheduler.running)].request_id)
 
-    outputs = generate_over_time(llm, prompts, GREEDY, [0, 1, 2], throw_out)
+    outputs = generate_over_time(llm, prompts, oracle.params, [0, 1, 2], throw_out)
     assert [output.outputs[0].token_ids for output in outputs] == [oracle(prompt) for prompt in prompts]
     assert thrown_out >= 3
 

@@ -11,7 +11,7 @@ import torch
 from prefold.attention import sparse
 from prefold.config import MLAConfig
 from prefold.testing.exactness import generate_over_time, layout_options
-from prefold.testing.sparse_oracle import ENGINE, GREEDY, TOPK, SparseOracle
+from prefold.testing.sparse_oracle import ENGINE, TOPK, SparseOracle
 from prefold.testing.thread_executor import ThreadLLM
 
 torch.set_num_threads(1)
@@ -58,7 +58,7 @@ def test_masks(
     prompts = [first, *(oracle.prompt(length, seed=2) for length in (TOPK, TOPK + 1, 40, 70))]
     prompts += [oracle.prompt(140, seed=3, start=first[:start]) for start in (TOPK + 3, 50, 88)]
     with ThreadLLM(str(folder), **options, **layout_options(layout)) as llm:
-        outputs = generate_over_time(llm, prompts, GREEDY, [0, 0, 0, 1, 2, 30, 31, 31])
+        outputs = generate_over_time(llm, prompts, oracle.params, [0, 0, 0, 1, 2, 30, 31, 31])
         for prompt, output in zip(prompts, outputs, strict=True):
             assert output.outputs[0].token_ids == oracle(prompt), len(prompt)
         assert sum(output.metrics.num_cached_tokens for output in outputs) > 0

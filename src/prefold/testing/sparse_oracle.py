@@ -7,14 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from prefold.engine.llm import LLM
-from prefold.request import SamplingParams
 from prefold.testing.exactness import LEAD, Oracle, generate_over_time
 from prefold.testing.reference import KEY_TIE, Reference
 
 TOPK = 16
 """Of the tiny checkpoints."""
-
-GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
 ENGINE: dict[str, Any] = {
     "block_size": 2,
@@ -52,7 +49,7 @@ class SparseOracle(Oracle):
 
 def check(llm: LLM, oracle: Oracle, prompts: Sequence[list[int]], arrivals: Sequence[int]) -> list[int]:
     """Compare all tokens with the oracle's; returns the cached tokens of each prompt."""
-    outputs = generate_over_time(llm, prompts, GREEDY, arrivals)
+    outputs = generate_over_time(llm, prompts, oracle.params, arrivals)
     for prompt, output in zip(prompts, outputs, strict=True):
         assert output.outputs[0].token_ids == oracle(prompt), len(prompt)
     return [output.metrics.num_cached_tokens for output in outputs]
